@@ -663,3 +663,20 @@ def test_inside_ddp_a_model_is_eager(capturing: Device, monkeypatch: pytest.Monk
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
     report = compare(capturing, lambda device: made(device, small(), squares), steps=5)
     assert "inside DistributedDataParallel" in why(report)
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (2 if gradient.sum().item() < 1e9 else 0)
+
+
+def test_a_host_wait_in_the_backward_is_eager(capturing: Device) -> None:
+    report = compare(
+        capturing, lambda device: made(device, Reads(ReadsInBackward.apply), squares), steps=5
+    )
+    assert "the capture failed" in why(report)

@@ -103,6 +103,9 @@ def test_what_wraps_a_part_later_keeps_working_after_close(capturing: Device) ->
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train(capturing, model, optimizer)
     assert handle.report().parts[0].replays == 2
+    copied = copy.deepcopy(copy.deepcopy(model))
+    assert copied.state_dict().keys() == model.state_dict().keys()
+    assert "__getstate__" not in vars(copied)
     handle.close()
     train(capturing, model, optimizer)
     scheduler.step()

@@ -155,6 +155,7 @@ class GraphedModel:
         #: None until the model's parameters are there.
         self._guards: ModuleGuards | None = None
         self._parameters: list[torch.Tensor] = []
+        self._ids: frozenset[int] = frozenset()
         self._gradients = GradientBuffers(device, ())
         #: Why it is not captured (any more).
         self.why: str | None = None
@@ -349,6 +350,7 @@ class GraphedModel:
             self.give_up(f"some of its parameters or buffers are not on {self._device}")
             return self.why
         self._guards, self._parameters = guards, guards.parameters
+        self._ids = frozenset(map(id, guards.parameters))
         self._gradients = GradientBuffers(self._device, self._parameters)
         return None
 
@@ -589,7 +591,7 @@ class GraphedModel:
     # --- for backward passes ----------------------------------------------------------------------
 
     def owns(self, tensor: object) -> bool:
-        return any(one is tensor for one in self._parameters)
+        return id(tensor) in self._ids
 
     def is_pending(self) -> bool:
         return any(not lane.is_free() for lane in (*self._lanes, *self._dropped))

@@ -250,8 +250,14 @@ class _Forward:
         return self._graphed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._model)]
-        return types.MethodType(type(copied).forward, copied)
+        return _class_forward(memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> Any:
+        return _class_forward, (self._model,)
+
+
+def _class_forward(model: torch.nn.Module) -> Any:
+    return types.MethodType(type(model).forward, model)
 
 
 def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[[], None]:
@@ -263,8 +269,9 @@ def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[
     def state() -> Any:
         """A copy or a pickle has what the model had before."""
         found = before["__getstate__"]() if "__getstate__" in before else _class_state(model)
-        if isinstance(found, dict) and found.get("forward") is installed:
-            found = {name: one for name, one in found.items() if name not in names} | before
+        if isinstance(found, dict):
+            ours = (id(installed), id(state))
+            found = before | {name: one for name, one in found.items() if id(one) not in ours}
         return found
 
     own["forward"], own["__getstate__"] = installed, state
