@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.capture import graphed_model
 from headrace.device import Device
 from headrace.testing import FakeDevice
 from support.sped_up import Made, batch, compare, fused, small
@@ -680,3 +681,12 @@ def test_a_host_wait_in_the_backward_is_eager(capturing: Device) -> None:
         capturing, lambda device: made(device, Reads(ReadsInBackward.apply), squares), steps=5
     )
     assert "the capture failed" in why(report)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_distributed_model_is_eager(
+    capturing: Device, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(graphed_model, "parallelism_of", lambda model: kind)
+    report = compare(capturing, lambda device: made(device, small(), squares), steps=5)
+    assert f"wrapped in {kind.upper()}" in why(report)

@@ -217,3 +217,18 @@ def test_close_gives_back_what_was_divided(capturing: Device) -> None:
         train(capturing, model, None)
         assert "forward" in vars(model.backbone)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_was_compiled_in_place_says_so(
+    capturing: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model().to(capturing.torch_device)
+    monkeypatch.setattr(model, "_compiled_call_impl", model._call_impl)
+    with hr.speed_up(model, device=capturing) as handle:
+        train(capturing, model, None)
+        assert "pass compile=True to speed_up" in str(handle.report())
+
+
+def test_a_part_that_is_never_called_says_so(capturing: Device) -> None:
+    with hr.speed_up(Model().to(capturing.torch_device), device=capturing) as handle:
+        assert "has not been called" in str(handle.report())

@@ -63,7 +63,9 @@ def random_loop(seed: int, device: Device) -> Made:
     validates, uses_hidden = choice.random() < 0.3, choice.random() < 0.5
     separate = choice.random() < 0.3
     change_at = choice.randrange(3, 9)
-    change = choice.choice(["none", "freeze", "decay", "load", "move", "train"])
+    change = choice.choice(["none", "freeze", "decay", "load", "move", "train", "hook"])
+    scaler = torch.amp.GradScaler(where.type, init_scale=8.0, growth_interval=3)
+    scales = choice.random() < 0.3
     kept: list[Any] = []
 
     def step(at: int) -> Any:
@@ -87,13 +89,20 @@ def random_loop(seed: int, device: Device) -> Made:
                 models[0].train()
             if separate:
                 for loss in losses:
-                    loss.backward()
+                    (scaler.scale(loss) if scales else loss).backward()
             else:
-                torch.stack(losses).sum().backward()
+                total = torch.stack(losses).sum()
+                (scaler.scale(total) if scales else total).backward()
             found += [loss.detach() for loss in losses]
+        if clips and scales:
+            scaler.unscale_(optimizer)
         if clips:
             found.append(nn.utils.clip_grad_norm_(parameters, 0.5))
-        optimizer.step()
+        if scales:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad(set_to_none=to_none)
@@ -107,10 +116,14 @@ def _change(what: str, models: list[Odd], optimizer: torch.optim.Optimizer) -> N
         models[0].first.requires_grad_(False)
     elif what == "decay":
         optimizer.param_groups[0]["weight_decay"] = 0.1
+        if "momentum" in optimizer.param_groups[0]:
+            optimizer.param_groups[0]["momentum"] = 0.5
     elif what == "load":
         models[0].load_state_dict({k: v * 0.5 for k, v in models[0].state_dict().items()})
     elif what == "move":
         for parameter in models[0].parameters():
             parameter.data = parameter.data.clone()
+    elif what == "hook":
+        models[0].last.weight.register_hook(lambda gradient: gradient * 0.5)
     elif what == "train":
         models[0].drop.eval()

@@ -167,6 +167,11 @@ class GraphedModel:
         self.eager: Counter[str] = Counter()
         self.memory_bytes = 0
         watch_backwards(self)
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            self.give_up(
+                "model.compile() has compiled it in place, with what speed_up installs inside: "
+                "pass compile=True to speed_up instead"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -52,6 +52,8 @@ class PartReport:
         lines = [f"{self.name}: {self.replays:,} replays, {sum(self.eager.values()):,} eager calls"]
         if self.captures:
             lines[0] += f", {self.captures} captures, {self.memory_bytes / 1e6:,.0f} MB"
+        if not self.replays and not self.eager and self.why is None:
+            lines.append("  has not been called, or only inside compiled code")
         if self.why is not None:
             lines.append(f"  runs eagerly, because {self.why}")
         lines += [
