@@ -122,13 +122,12 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
     inputs = file.named(steps.thread, _LOADER)
     trace = steps_between(
         file.host,
-        file.device,
+        _launched_in(file, steps),
         steps.thread,
         steps.start_ns,
         steps.marks,
         tuple((one.start_ns, one.end_ns) for one in _outermost(inputs)),
         tuple(_torch_calls(file, steps)),
-        begins_idle=steps.is_whole,
     )
     if trace is None:
         raise ProgramError(
@@ -156,13 +155,28 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
     return _Diagnosed(file.rank, result)
 
 
+def _launched_in(file: TraceFile, steps: _Steps) -> list[dict[str, Any]]:
+    """What the device ran, without what it still had to do when the steps began. A single step has
+    it: the device was not idle meanwhile."""
+    if len(steps.marks) == 1:
+        return file.device
+    from_us = steps.start_ns / 1000
+    launched = {call["args"].get("correlation"): call["ts"] for call in file.host}
+    known = [(launched.get(work["args"].get("correlation")), work) for work in file.device]
+    inside = (work["ts"] for at_us, work in known if at_us is not None and at_us >= from_us)
+    first_us = min(inside, default=from_us)
+    return [
+        work
+        for at_us, work in known
+        if (work["ts"] >= first_us if at_us is None else at_us >= from_us)
+    ]
+
+
 def _measured(file: TraceFile, steps: _Steps, trace: StepTrace) -> Measurements:
     waits = _waits(file, trace)
     from_ns, count = trace.steady_start()
     to_ns = trace.end_ns
-    if (
-        count < trace.steps
-    ):  # from when the device had finished the first step to the same of the last
+    if from_ns > trace.start_ns:  # from where the device has finished a step to the same
         to_ns = max(one.end_ns for one in trace.work)
     marks = (trace.start_ns, *trace.marks)
     measured = Measurements(
@@ -201,7 +215,11 @@ def _steps(file: TraceFile) -> _Steps:
     if file.has_stacks:
         slow += "; with stacks even more, and a place is where its function begins"
     of_step = _longest_row(
-        [(thread, one) for thread in file.spans for one in _outermost(file.named(thread, _STEP))]
+        [
+            (thread, one)
+            for thread in file.spans
+            for one in {one.name: one for one in file.named(thread, _STEP)}.values()
+        ]
     )
     if of_step:
         notes = [slow] if len(of_step) <= _MAX_STEPS else [_last(len(of_step)), slow]
