@@ -345,7 +345,7 @@ def test_traces_without_ranks_go_by_their_names(tmp_path: Path) -> None:
     for name in ("a.json", "b.json.gz"):
         write_trace(tmp_path / name, calls_and_work(made), profiler_steps(made))
     result = diagnose_traces([str(tmp_path / "a.json"), str(tmp_path / "b.json.gz")])
-    assert result.verdict[0].startswith("None of 2 traces shows a rank that waits for others.")
+    assert result.verdict[0].startswith("None of 2 ranks waits much longer for the others")
     assert result.notes[0].startswith("a.json: a step takes")
 
 
@@ -359,4 +359,11 @@ def test_steps_in_which_the_gpu_does_nothing_are_an_error(tmp_path: Path) -> Non
         for at in (8, 9)
     ]
     with pytest.raises(ProgramError, match="the GPU ran nothing in its 2 steps"):
+        diagnosed(tmp_path, calls_and_work(made), later)
+
+
+def test_a_step_that_launches_nothing_is_an_error(tmp_path: Path) -> None:
+    made = FAR_AHEAD.run()
+    later = [span("ProfilerStep#8", made.marks[-1] + US, made.end_ns, "user_annotation")]
+    with pytest.raises(ProgramError, match="nothing was launched in its 1 steps"):
         diagnosed(tmp_path, calls_and_work(made), later)

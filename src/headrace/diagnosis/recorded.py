@@ -53,6 +53,8 @@ _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_")
 #: Long stretches of Python are looked at this often.
 _SAMPLE_NS = 200_000
 _MAX_RANKS = 16
+#: Ranks wait equally long for each other if they differ by less than this share of a step.
+_EQUAL = 0.02
 #: Of a trace with more steps, the last ones are diagnosed.
 _MAX_STEPS = 40
 
@@ -92,7 +94,7 @@ class _Diagnosed:
 def _of_ranks(found: list[_Diagnosed]) -> DiagnosisResult:
     shown = min(found, key=lambda one: (one.waits_ms, -one.computing_ms))
     longest = max(found, key=lambda one: one.waits_ms)
-    if longest.waits_ms > 0.0:
+    if longest.waits_ms - shown.waits_ms > _EQUAL * (shown.result.step_ms or 0.0):
         first = (
             f"Of {len(found)} ranks, {shown.name} waits least for the others, "
             f"{shown.waits_ms:.1f} ms a step ({longest.name}: {longest.waits_ms:.1f} ms): they "
@@ -100,8 +102,8 @@ def _of_ranks(found: list[_Diagnosed]) -> DiagnosisResult:
         )
     else:
         first = (
-            f"None of {len(found)} traces shows a rank that waits for others. This is "
-            f"{shown.name}, which computes longest."
+            f"None of {len(found)} ranks waits much longer for the others than the rest does. This "
+            f"is {shown.name}."
         )
     table = [
         f"{one.name}: a step takes {one.result.step_ms or 0.0:.1f} ms, computes for "
@@ -136,8 +138,8 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
         )
     if not any(call.kind == "launch" for call in trace.calls):
         raise ProgramError(
-            f"{file.path}: its steps launch nothing in the thread that trains ({steps.thread}); "
-            "expected cudaLaunchKernel or cudaGraphLaunch there"
+            f"{file.path}: nothing was launched in its {len(steps.marks)} steps; expected "
+            "cudaLaunchKernel or cudaGraphLaunch in them"
         )
     seen.measured = _measured(file, steps, trace)
     if any("SingleProcess" in one.name for one in inputs):
