@@ -53,6 +53,8 @@ _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_")
 #: Long stretches of Python are looked at this often.
 _SAMPLE_NS = 200_000
 _MAX_RANKS = 16
+#: Ranks wait equally long for each other if they differ by less than this share of a step.
+_EQUAL = 0.02
 #: Of a trace with more steps, the last ones are diagnosed.
 _MAX_STEPS = 40
 
@@ -92,7 +94,7 @@ class _Diagnosed:
 def _of_ranks(found: list[_Diagnosed]) -> DiagnosisResult:
     shown = min(found, key=lambda one: (one.waits_ms, -one.computing_ms))
     longest = max(found, key=lambda one: one.waits_ms)
-    if longest.waits_ms > 0.0:
+    if longest.waits_ms - shown.waits_ms > _EQUAL * (shown.result.step_ms or 0.0):
         first = (
             f"Of {len(found)} ranks, {shown.name} waits least for the others, "
             f"{shown.waits_ms:.1f} ms a step ({longest.name}: {longest.waits_ms:.1f} ms): they "
@@ -100,8 +102,8 @@ def _of_ranks(found: list[_Diagnosed]) -> DiagnosisResult:
         )
     else:
         first = (
-            f"None of {len(found)} traces shows a rank that waits for others. This is "
-            f"{shown.name}, which computes longest."
+            f"None of {len(found)} ranks waits much longer for the others than the rest does. This "
+            f"is {shown.name}."
         )
     table = [
         f"{one.name}: a step takes {one.result.step_ms or 0.0:.1f} ms, computes for "
@@ -122,13 +124,12 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
     inputs = file.named(steps.thread, _LOADER)
     trace = steps_between(
         file.host,
-        file.device,
+        _launched_in(file, steps),
         steps.thread,
         steps.start_ns,
         steps.marks,
         tuple((one.start_ns, one.end_ns) for one in _outermost(inputs)),
         tuple(_torch_calls(file, steps)),
-        begins_idle=steps.is_whole,
     )
     if trace is None:
         raise ProgramError(
@@ -137,8 +138,8 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
         )
     if not any(call.kind == "launch" for call in trace.calls):
         raise ProgramError(
-            f"{file.path}: its steps launch nothing in the thread that trains ({steps.thread}); "
-            "expected cudaLaunchKernel or cudaGraphLaunch there"
+            f"{file.path}: nothing was launched in its {len(steps.marks)} steps; expected "
+            "cudaLaunchKernel or cudaGraphLaunch in them"
         )
     seen.measured = _measured(file, steps, trace)
     if any("SingleProcess" in one.name for one in inputs):
@@ -156,13 +157,28 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
     return _Diagnosed(file.rank, result)
 
 
+def _launched_in(file: TraceFile, steps: _Steps) -> list[dict[str, Any]]:
+    """What the device ran, without what it still had to do when the steps began. A single step has
+    it: the device was not idle meanwhile."""
+    if len(steps.marks) == 1:
+        return file.device
+    from_us = steps.start_ns / 1000
+    launched = {call["args"].get("correlation"): call["ts"] for call in file.host}
+    known = [(launched.get(work["args"].get("correlation")), work) for work in file.device]
+    inside = (work["ts"] for at_us, work in known if at_us is not None and at_us >= from_us)
+    first_us = min(inside, default=from_us)
+    return [
+        work
+        for at_us, work in known
+        if (work["ts"] >= first_us if at_us is None else at_us >= from_us)
+    ]
+
+
 def _measured(file: TraceFile, steps: _Steps, trace: StepTrace) -> Measurements:
     waits = _waits(file, trace)
     from_ns, count = trace.steady_start()
     to_ns = trace.end_ns
-    if (
-        count < trace.steps
-    ):  # from when the device had finished the first step to the same of the last
+    if from_ns > trace.start_ns:  # from where the device has finished a step to the same
         to_ns = max(one.end_ns for one in trace.work)
     marks = (trace.start_ns, *trace.marks)
     measured = Measurements(
@@ -201,7 +217,11 @@ def _steps(file: TraceFile) -> _Steps:
     if file.has_stacks:
         slow += "; with stacks even more, and a place is where its function begins"
     of_step = _longest_row(
-        [(thread, one) for thread in file.spans for one in _outermost(file.named(thread, _STEP))]
+        [
+            (thread, one)
+            for thread in file.spans
+            for one in {one.name: one for one in file.named(thread, _STEP)}.values()
+        ]
     )
     if of_step:
         notes = [slow] if len(of_step) <= _MAX_STEPS else [_last(len(of_step)), slow]

@@ -81,9 +81,6 @@ class StepTrace:
     torch_calls: tuple[TorchCall, ...] = ()
     #: What was added to times of the host's clock.
     shift_ns: int = 0
-    #: False if the trace was cut out of a longer run. Then the first call, which takes no time, has
-    #: launched what the device still had to do.
-    begins_idle: bool = True
 
     @property
     def steps(self) -> int:
@@ -97,8 +94,6 @@ class StepTrace:
         """When the device had finished the first step, and how many steps follow. The first step
         begins on an idle device, which no other step does. From here to `end_ns`, the device
         finishes one step after the other."""
-        if not self.begins_idle:
-            return self.start_ns, self.steps
         first = [one.end_ns for one in self.work if self._is_of_first_step(one)]
         if self.steps == 1 or not first or max(first) >= self.end_ns:
             return self.start_ns, self.steps
@@ -163,61 +158,26 @@ def steps_between(
     marks: tuple[int, ...],
     inputs: tuple[tuple[int, int], ...] = (),
     torch_calls: tuple[TorchCall, ...] = (),
-    *,
-    begins_idle: bool = True,
 ) -> StepTrace | None:
     """The steps from `start_ns` to the last of `marks`; None if the device ran nothing in them.
 
     `host` are the calls of the driver, in order, and `device` what the device ran; `thread` trains.
-    If the device may still have been busy at the start (`begins_idle=False`), and was, host and
-    device have the same window; else it ends when the device has done what was launched in it.
+    The steps end when the device has done what was launched in them.
     """
     end_ns = marks[-1]
     positions, calls = _calls(host, device, thread, start_ns, end_ns)
-    launched = {_correlation(event): _start_ns(event) for event in host}
     # A script may do more after its last step, before it ends.
-    device = [event for event in device if launched.get(_correlation(event), start_ns) < end_ns]
-    known = (_start_ns(event) for event in device if _correlation(event) in positions)
-    first_ns = min(known, default=end_ns)
-
-    def is_earlier(event: Any) -> bool:
-        at_ns = launched.get(_correlation(event))
-        return _start_ns(event) < first_ns if at_ns is None else at_ns < start_ns
-
-    backlog: list[Work] = []
-    if not begins_idle:
-        earlier = (_work(event, {}) for event in device if is_earlier(event))
-        backlog = [one for one in earlier if one.end_ns > start_ns]
-        device = [event for event in device if not is_earlier(event)]
-    work = [_work(event, positions) for event in device if _start_ns(event) >= start_ns]
-    if backlog:
-        calls = (Call(start_ns, start_ns, "launch", "before these steps"), *calls)
-        positions = {correlation: at + 1 for correlation, at in positions.items()}
-        work = [
-            _work(event, positions) for event in device if start_ns <= _start_ns(event) < end_ns
-        ]
-        work = [one if one.end_ns <= end_ns else replace(one, end_ns=end_ns) for one in work]
-        work += [
-            replace(
-                one, start_ns=max(one.start_ns, start_ns), end_ns=min(one.end_ns, end_ns), call=0
-            )
-            for one in backlog
-        ]
+    launched_later = {_correlation(event) for event in host if _start_ns(event) >= end_ns}
+    work = [
+        _work(event, positions)
+        for event in device
+        if _start_ns(event) >= start_ns and _correlation(event) not in launched_later
+    ]
     if not work:
         return None
     work.sort(key=lambda one: (one.start_ns, one.end_ns))
-    if not backlog:
-        end_ns = max(end_ns, max(one.end_ns for one in work))
-    return StepTrace(
-        start_ns,
-        end_ns,
-        marks,
-        calls,
-        tuple(work),
-        inputs,
-        torch_calls,
-        begins_idle=not backlog,
-    )
+    end_ns = max(end_ns, max(one.end_ns for one in work))
+    return StepTrace(start_ns, end_ns, marks, calls, tuple(work), inputs, torch_calls)
 
 
 def _work(event: Mapping[str, Any], positions: Mapping[Any, int]) -> Work:
