@@ -159,8 +159,7 @@ class GraphedModel:
         self._gradients = GradientBuffers(device, ())
         #: Why it is not captured (any more).
         self.why: str | None = None
-        #: Called when the model cannot be captured as a whole.
-        self.on_divide: Callable[[], None] = _do_nothing
+        self._divide: Callable[[], None] | None = None
         self.replays = self.captures = self.drops = 0
         self._replays_before = 0
         #: Calls that ran eagerly, by reason.
@@ -315,6 +314,10 @@ class GraphedModel:
             child, self._device, name=name, after=self._after, max_graphs=self._max_graphs
         )
 
+    def when_divided(self, call: Callable[[], None]) -> None:
+        """Call this if the model cannot be captured as a whole, but parts of it may be."""
+        self._divide = call
+
     def give_up(self, why: str, *, divides: bool = False) -> None:
         """Run all later calls eagerly. Calls that wait for their backward still have their graphs.
         If it `divides`, parts of the model may do without what stands in the way."""
@@ -323,8 +326,8 @@ class GraphedModel:
             self._drop_graphs()
             self._watch.forget()
             self._seen.clear()
-            if divides and not self.captures:
-                self.on_divide()
+            if divides and not self.captures and self._divide is not None:
+                self._divide()
             self._device.warn_once(
                 f"parts: {self.name}: {why}", "%s runs eagerly, because %s", self.name, why
             )
@@ -781,10 +784,6 @@ class _Replayed(torch.autograd.Function):
 DOUBLE_BACKWARD = (
     "its gradients are differentiated again (create_graph=True), and a graph's cannot be"
 )
-
-
-def _do_nothing() -> None:
-    """What happens unless `on_divide` is set."""
 
 
 @contextmanager

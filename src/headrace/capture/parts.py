@@ -104,7 +104,7 @@ class SpeedUp:
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
         self._undo.append(_install_forward(model, graphed))
-        graphed.on_divide = functools.partial(self._divide, model, graphed)
+        graphed.when_divided(functools.partial(self._divide, model, graphed))
 
     def _divide(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         """Capture a model's children, since the whole of it cannot be."""
