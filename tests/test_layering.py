@@ -102,7 +102,9 @@ def foreign_fields(code: str) -> list[str]:
     assigned = [
         node
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and ast.unparse(node.value) != "ctx"  # of an autograd function, for its own values
     ]
     own = {
         node.target.id

@@ -60,7 +60,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 class _Running(threading.local):
     """Whether a model's forward runs in this thread, inside which others stay eager."""
 
-    inside = False
+    inside: bool = False
 
 
 _running = _Running()
