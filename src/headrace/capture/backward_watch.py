@@ -44,7 +44,7 @@ def watch_backwards(owner: BackwardOwner) -> None:
     """Let `owner` take part in backward passes that name its parameters, until it is freed."""
     _owners.add(owner)
     truth = getattr(torch.autograd, _ENTRY)
-    if getattr(truth, "is_headrace", False):
+    if getattr(truth, "__module__", None) == __name__:
         return
 
     def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any,
@@ -57,7 +57,6 @@ def watch_backwards(owner: BackwardOwner) -> None:
             return truth(*arguments, inputs, *rest, **options)
         return _run_for(truth, arguments, tuple(inputs), asked, rest, options)
 
-    run.is_headrace = True  # type: ignore[attr-defined]
     setattr(torch.autograd, _ENTRY, run)
 
 
