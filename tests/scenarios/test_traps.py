@@ -41,6 +41,10 @@ def trapped(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     exec(code, vars(module))
     found: Any = module
     found.beta, found.cfg, found.clock = 1.0, types.SimpleNamespace(beta=1.0, late=1.0), Clock()
+    inner: Any = types.ModuleType("trapped.inner")
+    inner.__file__, inner.beta = __file__, 1.0
+    found.inner, found.__path__ = inner, []
+    monkeypatch.setitem(sys.modules, "trapped.inner", inner)
     monkeypatch.setitem(sys.modules, "trapped", module)
     monkeypatch.setitem(sys.modules, "a_program", types.ModuleType("a_program"))
     monkeypatch.setenv("HEADRACE_TRAP", "1")

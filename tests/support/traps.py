@@ -279,6 +279,18 @@ FOUND_BEFORE: list[Trap] = [
         "trapped.beta = 2.0",
     ),
     (
+        "a module in a package, under another name",
+        "import trapped.inner",
+        "import trapped.inner as t\nreturn t.beta",
+        "trapped.inner.beta = 2.0",
+    ),
+    (
+        "a module in a package",
+        "import trapped.inner",
+        "import trapped.inner\nreturn trapped.inner.beta",
+        "trapped.inner.beta = 2.0",
+    ),
+    (
         "a name imported inside",
         "import trapped",
         "from trapped import beta\nreturn beta",

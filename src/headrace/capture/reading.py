@@ -621,13 +621,16 @@ class _Walk:
         self._reader.places.stored(self._frame.globals, one.value, one.value, self._reader._site)
 
     def _import_name(self, one: _Instruction) -> None:
-        level, _ = self._take(2)
+        level, wanted = self._take(2)
         package = self._frame.globals.get("__package__") or ""
         depth = level[0].value if level else 0
         parts = package.split(".")
         prefix = ".".join(parts[: len(parts) - depth + 1]) if depth else ""
         name = ".".join(filter(None, (prefix, one.value)))
-        self._push(self._reader._known(self._reader._entry(sys.modules, name, name)))
+        found = self._reader._entry(sys.modules, name, name)
+        if not wanted or not wanted[0].value:  # `import a.b` gives `a`
+            found = self._reader._entry(sys.modules, name.partition(".")[0], name.partition(".")[0])
+        self._push(self._reader._known(found))
 
     def _import_from(self, one: _Instruction) -> None:
         module = self._stack[-1] if self._stack else ()
