@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -763,11 +763,22 @@ class _Waiting:
                 device.set_random_state(now)
 
 
+class _Context(Protocol):
+    """What autograd keeps of a replayed call until its backward."""
+
+    waiting: _Waiting
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class _Replayed(torch.autograd.Function):
     """The outputs of a replayed call, with one node for all of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: _Context, *args: Any) -> Any:
         waiting, outputs, anchor, *_ = args
         ctx.waiting = waiting
         # For PyTorch's own error on a second backward without retain_graph.
@@ -776,7 +787,7 @@ class _Replayed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  raises if it has been freed
         return None, None, None, *ctx.waiting.backward(gradients)
 
