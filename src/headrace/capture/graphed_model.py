@@ -14,6 +14,7 @@ have another pool: what they free is no memory of a forward.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import threading
 import weakref
@@ -31,17 +32,21 @@ from headrace.capture.backward_watch import accumulate, watch_backwards
 from headrace.capture.cache import signature
 from headrace.capture.gradients import GradientBuffers, captures_keep_buffers
 from headrace.capture.memory import StateBeforeCapture
-from headrace.capture.module_guards import ModuleGuards
+from headrace.capture.module_guards import CodeGuards, ModuleGuards
 from headrace.capture.obstacles import state_obstacle
 from headrace.capture.outputs import Outputs, addresses, own_tensors
+from headrace.capture.recheck import Recheck
 from headrace.capture.report import describe_failure, join_reasons
 from headrace.capture.state import StepState, settings_of_pytorch
-from headrace.capture.trace import StepTracer, storages
+from headrace.capture.trace import StepTrace, StepTracer, Storage, storages
+from headrace.capture.user_compiled import describe_own_graphs
 from headrace.capture.watch import StepWatch
 from headrace.data import flatten_batch, rebuild_batch
-from headrace.device import Device, Graph, Stream
+from headrace.device import Device, Graph, Obstacle, Stream
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
+
+log = logging.getLogger("headrace")
 
 # Calls of one key that may wait for their backward at once and still be replays.
 _MAX_LANES = 3
@@ -89,7 +94,7 @@ class _Lane:
         return ticket is None or ticket.is_done
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CapturedModel:
     """A forward and its backward as graphs. `gradients` are the model's, `inputs` copies of the
     arguments' leaves at `places`. `with_gradient` are the numbers of the outputs whose gradients
@@ -135,13 +140,21 @@ class GraphedModel:
     """Replays a model's forward and backward. `uses` before a capture run eagerly."""
 
     def __init__(
-        self, model: torch.nn.Module, device: Device, *, name: str, after: int, max_graphs: int
+        self,
+        model: torch.nn.Module,
+        device: Device,
+        *,
+        name: str,
+        after: int,
+        max_graphs: int,
+        recheck: int,
     ) -> None:
         self.model, self.name = model, name
         self._device, self._max_graphs = device, max_graphs
         self._forward: Callable[..., Any] = model.forward
         self._pytorch = settings_of_pytorch(device)
         self._after = after
+        self._recheck, self._recheck_every = Recheck(recheck), recheck
         self._watch = StepWatch(max(after - 1, 1), after)
         self._uses: Counter[Hashable] = Counter()
         self._seen: dict[Hashable, _Seen] = {}
@@ -156,6 +169,7 @@ class GraphedModel:
         self._guards: ModuleGuards | None = None
         self._parameters: list[torch.Tensor] = []
         self._ids: frozenset[int] = frozenset()
+        self._code: CodeGuards | None = None
         self._gradients = GradientBuffers(device, ())
         #: Why it is not captured (any more).
         self.why: str | None = None
@@ -193,6 +207,8 @@ class GraphedModel:
             captured = self._graph_for(key, call, leaves)
             if captured is not None:
                 lane, graph = captured
+                if self._recheck.is_due(graph):
+                    return self._check_again(key, graph, call)
                 return self._replay(lane, graph, call, leaves)
             return self._run(self.why or self._why_no_graph, args, kwargs)
         if len(self._uses) > _MAX_COUNTED_KEYS:  # a loader that never repeats a shape
@@ -231,6 +247,10 @@ class GraphedModel:
             if (why := self.why or self._look()) is not None:
                 raise CaptureError(why)
             guards = self._known()
+        if self._code is not None and (changed := self._code.changed()) is not None:
+            self._drop(str(changed))
+            if self.why is not None:
+                raise CaptureError(self.why)
         differentiated = tuple(
             at for at, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)
         )
@@ -266,26 +286,19 @@ class GraphedModel:
         if (why := self._obstacle()) is not None:
             self.give_up(why, divides=True)
             return self._run(why, args, kwargs)
-        tracer = StepTracer(
-            device, GraphedModel._run_watched.__code__, as_captured=self._watch.as_captured
-        )
-        known = storages([*guards.tensors, *flatten_batch(call)])
-        torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
         before, random_state = device.memory().allocated, device.random_state()
         versions = [one._version for one in guards.buffers]
-        with device.watch() as obstacles, tracer:
-            result = self._run("the first calls of a shape", args, kwargs)
+        result, trace, obstacles, known = self._run_traced("the first calls of a shape", call)
         seen = self._seen.setdefault(key, _Seen())
         seen.kept_bytes = max(seen.kept_bytes, device.memory().allocated - before)
         seen.draws = seen.draws or not torch.equal(random_state, device.random_state())
         seen.writes = guards.written_buffer(versions)
         first = self._uses[key] == 1
-        if not guards.hold() and not first:
-            self.give_up(f"{guards.difference()} at each call, and a graph would not", divides=True)
+        changed = None if self._code is None else self._code.changed()
+        if not first and (changed is not None or not guards.hold()):
+            self.give_up(str(changed or guards.difference()), divides=True)
             return result
-        why = self._watch.learn(
-            key, tracer.trace, obstacles, known | storages(guards.tensors), first=first
-        )
+        why = self._watch.learn(key, trace, obstacles, known, first=first)
         if why is not None:
             self.give_up(why, divides=True)
         for number, tensor in enumerate(
@@ -293,6 +306,32 @@ class GraphedModel:
         ):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(functools.partial(self._see_gradient, seen, number))
+        return result
+
+    def _run_traced(
+        self, why: str, call: Any
+    ) -> tuple[Any, StepTrace, list[Obstacle], set[Storage]]:
+        """Run eagerly under a trace. Returns also the memory that the forward may read."""
+        args, kwargs = call
+        tensors = self._known().tensors
+        tracer = StepTracer(
+            self._device, GraphedModel._run_traced.__code__, as_captured=self._watch.as_captured
+        )
+        known = storages([*tensors, *flatten_batch(call)])
+        torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
+        with self._device.watch() as obstacles, tracer:
+            result = self._run(why, args, kwargs)
+        return result, tracer.trace, obstacles, known | storages(tensors)
+
+    def _check_again(self, key: Hashable, graph: CapturedModel, call: Any) -> Any:
+        """Run a call eagerly that a graph would repeat, and compare what it does."""
+        result, trace, obstacles, known = self._run_traced("checked again", call)
+        found = self._watch.difference(key, trace, obstacles, known)
+        if self._recheck.learn(graph, found):
+            log.warning("%s: %s", self.name, self._recheck.differed)
+            self._drop(f"a call that was checked differs from its graph: {found}")
+            if self._recheck.is_hopeless:
+                self.give_up(f"it changes while its graphs are in use: {found}")
         return result
 
     def _see_gradient(self, seen: _Seen, number: int, gradient: torch.Tensor) -> None:
@@ -311,7 +350,12 @@ class GraphedModel:
     def for_child(self, child: torch.nn.Module, name: str) -> GraphedModel:
         """The same for a child of the model."""
         return GraphedModel(
-            child, self._device, name=name, after=self._after, max_graphs=self._max_graphs
+            child,
+            self._device,
+            name=name,
+            after=self._after,
+            max_graphs=self._max_graphs,
+            recheck=self._recheck_every,
         )
 
     def when_divided(self, call: Callable[[], None]) -> None:
@@ -357,6 +401,10 @@ class GraphedModel:
         if not all(map(self._device.holds, guards.tensors)):
             self.give_up(f"some of its parameters or buffers are not on {self._device}")
             return self.why
+        self._code = CodeGuards(StepState(self._device, self._forward, (self.model,), ()))
+        if (compiled := self._code.reader.owners.own_graphs) is not None:
+            self.give_up(describe_own_graphs(compiled))
+            return self.why
         self._guards, self._parameters = guards, guards.parameters
         self._ids = frozenset(map(id, guards.parameters))
         self._gradients = GradientBuffers(self._device, self._parameters)
@@ -368,7 +416,7 @@ class GraphedModel:
         self.drops = self.drops + 1 if few else 1
         self._replays_before = self.replays
         if self.drops >= _MAX_DROPS:
-            self.give_up(f"{why} again and again, and each time its graphs would be of no use")
+            self.give_up(f"{why} (again and again)")
         self._drop_graphs()
         self._watch.forget()
 

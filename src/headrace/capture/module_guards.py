@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headrace.capture.guards import ReadValues
 from headrace.capture.state import unique
 
 _TRAINING = operator.attrgetter("training")
@@ -18,19 +19,20 @@ _HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks")
 _LATER_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 # What every module has of its own, and what is checked apart or put there by a wrapper.
 _OWN = frozenset({*vars(torch.nn.Module()), "forward", "__getstate__"})
-# What PyTorch's own modules keep for their `repr` only: their forward takes it from the weights.
-_SIZES = frozenset(
-    {"in_features", "out_features", "in_channels", "out_channels", "num_features", "affine"}
-    | {"num_embeddings", "embedding_dim", "elementwise_affine", "normalized_shape"}
-)
 #: Ends what is compared, so that more or fewer values differ from it.
 _END = (object(),)
-_NUMBERS = (int, float, str, bool, complex)
+
+
+class CodeGuards(ReadValues):
+    """What the code of a model's modules reads. Their modes are part of a graph's key instead."""
+
+    def _compile(self) -> None:
+        self.reader.places.leave_out("training")
+        super()._compile()
 
 
 class ModuleGuards:
-    """A model's parameters, buffers and modules, as they are when this is made. The attributes that
-    count are those of the modules themselves."""
+    """A model's parameters, buffers and modules, as they are when this is made."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.modules = list(model.modules())
@@ -59,24 +61,14 @@ class ModuleGuards:
 
     def _note_entries(self) -> None:
         registered: list[dict[str, Any]] = []
-        self._own: list[dict[str, Any]] = []
-        self._names: list[str] = []
         for module in self.modules:
             registered += [module._parameters, module._buffers, module._modules]
-            own, fixed = vars(module), _fixed_attributes(module)
-            names = [name for name in own if name not in fixed]
-            self._own += [own] * len(names)
-            self._names += names
         self._registered = [one for one in registered if one]
         self._empty = [one for one in registered if not one]
         self._registered_values = [*self._now_registered()]
-        self._own_values = [*self._now_own()]
 
     def _now_registered(self) -> Iterator[Any]:
         return chain(chain.from_iterable(map(dict.values, self._registered)), _END)
-
-    def _now_own(self) -> Iterator[Any]:
-        return map(dict.get, self._own, self._names)
 
     def hold(self) -> bool:
         """Whether all is as it was. Call it before each replay: no Python code runs for each
@@ -89,7 +81,6 @@ class ModuleGuards:
             and list(map(len, self._hook_dicts)) == self._hook_counts
             and list(map(_HOOKS_OF_PARAMETER, self.parameters)) == self._parameter_hooks
             and list(map(_LATER_HOOKS, self.parameters)) == self._later_hooks
-            and (all(map(operator.is_, self._now_own(), self._own_values)) or self._only_equal())
         )
 
     def written_buffer(self, versions: list[int]) -> str | None:
@@ -113,28 +104,12 @@ class ModuleGuards:
 
     def difference(self) -> str:
         """What has changed, in words; it follows "because"."""
-        for owner, name, now, before in self._attributes():
-            if now is not before and not _equal_numbers(now, before):
-                kind = next(type(one).__name__ for one in self.modules if vars(one) is owner)
-                return f"{kind}.{name} changes"
         registered = map(operator.is_, self._now_registered(), self._registered_values)
         if any(self._empty) or not all(registered):
             return "its modules, parameters or buffers are replaced"
         if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
             return "its parameters or buffers move to other memory"
         return "its hooks change"
-
-    def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
-        return zip(self._own, self._names, self._now_own(), self._own_values, strict=True)
-
-    def _only_equal(self) -> bool:
-        """Whether all attributes that are other objects are numbers or strings of the same
-        value."""
-        for _, _, now, before in self._attributes():
-            if now is not before and not _equal_numbers(now, before):
-                return False
-        self._own_values = [*self._now_own()]
-        return True
 
     @contextmanager
     def aliases(self) -> Iterator[list[torch.Tensor]]:
@@ -170,13 +145,3 @@ def _lists_of_tensors(module: torch.nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name not in _OWN and type(value) in (list, dict):
             yield value
-
-
-def _fixed_attributes(module: torch.nn.Module) -> frozenset[str]:
-    """The attributes that a forward does not depend on, or that are checked apart."""
-    is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
-    return _OWN | _SIZES if is_pytorchs else _OWN
-
-
-def _equal_numbers(one: object, other: object) -> bool:
-    return type(one) is type(other) and isinstance(one, _NUMBERS) and repr(one) == repr(other)

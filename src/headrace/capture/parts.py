@@ -155,6 +155,7 @@ def speed_up(
     device: Device | str | torch.device | None = None,
     after: int = 2,
     shapes: int = 16,
+    recheck: int = 1000,
 ) -> SpeedUp:
     """Replay models' forward and backward, and optimizers' steps, as graphs, in your own loop.
 
@@ -165,6 +166,8 @@ def speed_up(
     - `device`: where they train. Default: the device of the first parameter.
     - `after`: how many calls with a shape run eagerly before it is captured.
     - `shapes`: how many graphs a model has at most.
+    - `recheck`: at its replays 10, 30, 100, 300 and then after each `recheck` of them, a graph is
+      compared with a call that runs eagerly; 0: never.
 
     What no graph can repeat runs eagerly, and `report()` of the result says why. With
     `HEADRACE_PLAN=baseline` in the environment, and on a CPU, it does nothing.
@@ -175,8 +178,11 @@ def speed_up(
     if odd or not parts:
         found = type(odd[0]).__name__ if odd else "nothing"
         raise StepError(f"speed_up was given {found}; expected models and optimizers")
-    if after < 1 or shapes < 1:
-        raise StepError(f"speed_up: shapes = {shapes}, after = {after}; expected at least 1 each")
+    if after < 1 or shapes < 1 or recheck < 0:
+        raise StepError(
+            f"speed_up: shapes = {shapes}, after = {after}, recheck = {recheck}; expected at least "
+            "1 for the first two, and 0 or more"
+        )
     opened = open_device(_device_of(models, optimizers) if device is None else device)
     off = None
     if os.environ.get(PLAN_VARIABLE) == "baseline":
@@ -191,7 +197,9 @@ def speed_up(
     names = _names((*models, *optimizers))
     graphed = []
     for model in models:
-        part = GraphedModel(model, opened, name=names[id(model)], after=after, max_graphs=shapes)
+        part = GraphedModel(
+            model, opened, name=names[id(model)], after=after, max_graphs=shapes, recheck=recheck
+        )
         if compile:
             part.compile()
         graphed.append((model, part))

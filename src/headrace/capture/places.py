@@ -190,6 +190,10 @@ class Places:
             if (place := self._found.get(key)) is not None:
                 place.stored_at = place.stored_at or site
 
+    def leave_out(self, key: str) -> None:
+        """Compare nothing that has this key: the caller does."""
+        self._found = {at: one for at, one in self._found.items() if at[2] != key}
+
     def changed_at(self, container: Any, site: Site | None) -> None:
         """Code changes the items of a container."""
         self._changed_at.setdefault(id(container), site)
