@@ -90,7 +90,7 @@ def work_on(device: FakeDevice, compute_ms: float) -> Work:
 
 def bench(device: Fragile, at: int, compute_ms: float = 10.0, **more: Any) -> Bench:
     """`baseline`, a peer that breaks the device in its run `at`, and `event`. The first run warms
-    up, the next ones are rounds."""
+    up, then each round has two."""
     breaking = Peer("breaking", None, lambda *_: Breaking(device, at))
     fixed = {"steps": 4, "warmup": 2, "repeats": 3, "watched_s": 0.0, "compared_steps": 0}
     entries = entries_of(["baseline", "event"])
@@ -104,7 +104,7 @@ def rounds(result: BenchResult, plan: str) -> list[float]:
 
 def test_what_was_measured_before_is_the_result() -> None:
     with Fragile(costs=FREE, check=False) as device:
-        result = bench(device, at=3).run()
+        result = bench(device, at=4).run()
         device.broken = False
     assert rounds(result, "baseline") == [10]  # the second round begins with the next contestant
     assert rounds(result, "event") == [10, 10]
@@ -133,11 +133,11 @@ def test_another_process_goes_on_where_this_one_ended() -> None:
     known = Known()
     with Fragile(costs=FREE, check=False) as device:
         with pytest.raises(DeviceLost, match="illegal memory access"):
-            bench(device, at=3, known=known).run()
+            bench(device, at=4, known=known).run()
         device.broken = False
     known.ending = "exit code 75"
     with Fragile(costs=FREE) as device:
-        result = bench(device, at=3, compute_ms=20.0, known=known).run()
+        result = bench(device, at=4, compute_ms=20.0, known=known).run()
     assert rounds(result, "baseline") == [10, 20, 20]
     assert rounds(result, "event") == [10, 10, 20]
     why = result.row("breaking").error

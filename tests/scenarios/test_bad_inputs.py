@@ -136,12 +136,12 @@ def bad_records(files: Folder) -> Iterator[BadInput]:
 FOREIGN = {
     "a zip archive": b"PK\x03\x04",
     "a Parquet file": b"PAR1",
-    "a 7z archive": b"7z\xbc\xaf\x27\x1c",
-    "a rar archive": b"Rar!\x1a\x07",
+    "a 7z archive": b"7z\xbc\xaf\x27\x1c\0\x04",
+    "a rar archive": b"Rar!\x1a\x07\x01\0",
     "a PDF": b"%PDF-1.7",
     "a database": b"SQLite format 3\0",
     "an Arrow file": b"ARROW1\0\0",
-    "a picture": b"\x89PNG\r\n\x1a\n",
+    "a picture": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
     "a web page": b"<!DOCTYPE html><html>",
     "XML": b'<?xml version="1.0"?><tmx version="1.4">',
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
@@ -156,21 +156,25 @@ CONTENTS: dict[str, tuple[str, bytes | str, str]] = {
     "an empty list": ("a.json", "[]", ": is empty"),
     "an empty text": ("a.txt", "", ": is empty"),
     "a header alone": ("a.csv", "en,de\n", ": is empty"),
-    "an object in place of a list": ("a.json", '{"train": []}', ": is an object"),
+    "an object in place of a list": (
+        "a.json",
+        '{"train": []}',
+        ":1: has 'train'; expected",
+    ),
     "a string in place of a list": ("a.json", '"text"', ": "),
     "text after the list": ("a.json", '[["a", "b"]]\nmore', ":2: is not JSON (Extra data"),
     "a list that does not end": ("a.json", '[["a", "b"],', ":1: is not JSON"),
     "a byte that is not UTF-8": ("a.tsv", b"one\teins\n\xff\tzwei\n", ":2: is not UTF-8"),
     "Latin-1": ("a.csv", "en,de\nfive,fünf\n".encode("latin-1"), ":2: is not UTF-8"),
     "Latin-1 JSON": ("a.json", '[["five",\n"fünf"]]'.encode("latin-1"), ":2: is not UTF-8"),
-    "UTF-16 without its mark": ("a.tsv", PAIRS.encode("utf-16-le"), ": has a zero in every other"),
+    "UTF-16 without its mark": ("a.tsv", PAIRS.encode("utf-16-le"), ": has zero bytes"),
     "half of UTF-16": ("a.tsv", PAIRS.encode("utf-16")[:-1], ": is not complete UTF-16"),
     "zstd": ("a.tsv.zst", b"\x28\xb5\x2f\xfd" + bytes(9), ": is "),
-    "one text file": ("a.txt", "one\ntwo\n", ": has one column of text"),
+    "one text file": ("a.txt", "one\ntwo\n", ":1: has 1 column"),
     "one side alone": ("a.en", "one\n", ": is one side of parallel text; expected a.de"),
     "three columns of text": ("a.tsv", "one\teins\tuno\ntwo\tzwei\tdue\n", ":1: has 3 columns"),
     "a header of other languages": ("a.csv", "en,fr\na,b\n", ":1: has the columns 'en', 'fr'"),
-    "a header without languages": ("a.tsv", "id\tx\ty\n1\ta\tb\n2\tc\td\n", ":1: has the columns"),
+    "a header without languages": ("a.tsv", "id\tx\ty\n1\ta\tb\n2\tc\td\n", ":1: has 3 columns"),
     "sentences of one language": ("a.tsv", "1\teng\tone\n2\teng\ttwo\n", ":1: has 3 columns"),
     "one pair": ("a.tsv", "one\teins\n", ": leaves 1 of 1 pairs"),
     "one pair, many times": ("a.tsv", "one\teins\n" * 9, ": leaves 1 of 9 pairs"),
@@ -187,7 +191,8 @@ def bad_files(files: Folder) -> Iterator[BadInput]:
     ):
         packed = gzip.compress(content) if name == "a.gz" else content
         path = files.file(name, packed)
-        yield prepare(cause, path, named=f"{path}: is ")
+        is_known = b"\0" not in content or cause.endswith("zip archive")
+        yield prepare(cause, path, named=f"{path}: {'is ' if is_known else 'has zero bytes'}")
     for cause, (name, content, named) in CONTENTS.items():
         path = files.file(name, content)
         yield prepare(cause, path, named=f"{path}{named}")
@@ -273,7 +278,7 @@ def bad_paths(files: Folder) -> Iterator[BadInput]:
     }
     for name in ("one", "two"):
         (folder / "sub" / name).mkdir(parents=True)
-    wrong["folders in a folder"] = (folder / "sub", "sub: has only the folders one, two")
+    wrong["folders in a folder"] = (folder / "sub", "sub: has one/, two/")
     for cause, (path, named) in wrong.items():
         yield prepare(cause, path, named=named)
         yield BadInput(f"{cause} (train)", ("train", str(path), *SIDES, *NO_RUNS), named)

@@ -69,7 +69,8 @@ def test_every_plan_trains_as_the_plain_loop_without_a_race(options: dict[str, A
             assert result.device == "cuda:0"
             assert engine.graphs is None or engine.graphs.why is None
         assert list(result.losses) == expected
-        assert result.statistics.replays == (22 if plan == "graph" else 0)
+        # The tenth replay is an eager step instead, to check the graph again.
+        assert result.statistics.replays == (21 if plan == "graph" else 0)
 
 
 @by_optimizer
@@ -78,7 +79,7 @@ def test_a_step_of_the_users_own_is_replayed(options: dict[str, Any]) -> None:
         training = Training(**options)
         step = hr.graphed(training.step)
         losses = training.losses(step)
-        assert (step.report().why, step.report().replays) == (None, 21)
+        assert (step.report().why, step.report().replays) == (None, 20)
     assert losses == eager(options)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from headrace.bench import find_work
 from headrace.bench.endless_batches import EndlessBatches
+from headrace.capture import GraphReport
 from headrace.device import Device, deterministic_kernels, open_device
-from headrace.engine import GraphReport
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
 from support.paths import ROOT

@@ -90,7 +90,10 @@ class EngineTrainable:
         made = made or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
         self._device = device
         self._batches: EndlessBatches | None = EndlessBatches(made.loader, work.name)
-        self._engine: Engine | None = made.engine(device, entry.plan, deterministic=deterministic)
+        # Graphs are checked by eager steps, four of them within the first 300: far more of them in
+        # a round of a few steps than in training.
+        plan = replace(entry.plan, recheck=0)
+        self._engine: Engine | None = made.engine(device, plan, deterministic=deterministic)
         self.lead_in, self.trained = self._batches.ahead, 0
 
     def run(self, steps: int) -> Timing:

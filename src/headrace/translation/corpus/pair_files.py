@@ -79,7 +79,7 @@ def _is_folder(path: Path) -> bool:
         ) from problem
     except (OSError, ValueError) as problem:  # a ValueError: a NUL
         reason = getattr(problem, "strerror", None) or problem
-        raise CorpusError(f"{str(path)!r}: cannot be read ({reason})") from problem
+        raise CorpusError(f"{path}: cannot be read ({reason})") from problem
     return path.is_dir()
 
 
