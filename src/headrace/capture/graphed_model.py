@@ -55,6 +55,8 @@ _MAX_WAIT_FOR_BACKWARD = 6
 # A model whose graphs are dropped this often with hardly a replay between is not captured.
 _MAX_DROPS = 8
 _FEW_REPLAYS = 10
+_MAX_POSTPONED = 8
+_MAX_UNFINISHED_CALLS = 8
 _MAX_COUNTED_KEYS = 4096
 # After this many calls whose arguments no graph can take, the model is divided.
 _MAX_ODD_CALLS = 3
@@ -155,6 +157,10 @@ class GraphedModel:
         self._pytorch = settings_of_pytorch(device)
         self._after = after
         self._recheck, self._recheck_every = Recheck(recheck), recheck
+        # Checks that wait, and for how many more calls at most.
+        self._due: weakref.WeakKeyDictionary[CapturedModel, int] = weakref.WeakKeyDictionary()
+        # After a check: how many more calls may run eagerly, until its backward.
+        self._unfinished_check = 0
         self._watch = StepWatch(max(after - 1, 1), after)
         self._uses: Counter[Hashable] = Counter()
         self._seen: dict[Hashable, _Seen] = {}
@@ -207,7 +213,10 @@ class GraphedModel:
             captured = self._graph_for(key, call, leaves)
             if captured is not None:
                 lane, graph = captured
-                if self._recheck.is_due(graph):
+                if self._unfinished_check:
+                    self._unfinished_check -= 1
+                    return self._run("a call that is checked waits for its backward", args, kwargs)
+                if self._is_check_due(graph):
                     return self._check_again(key, graph, call)
                 return self._replay(lane, graph, call, leaves)
             return self._run(self.why or self._why_no_graph, args, kwargs)
@@ -323,9 +332,31 @@ class GraphedModel:
             result = self._run(why, args, kwargs)
         return result, tracer.trace, obstacles, known | storages(tensors)
 
+    def _is_check_due(self, graph: CapturedModel) -> bool:
+        """Whether to check a graph now. In one backward either all calls are graphs or none, else a
+        gradient that others are added to would be rounded otherwise. So a check waits, but not for
+        ever, until no other call waits for its backward."""
+        if self._recheck.is_due(graph):
+            self._due[graph] = _MAX_POSTPONED
+        waits = self._due.get(graph)
+        if waits is None:
+            return False
+        if waits and self.is_pending():
+            self._due[graph] = waits - 1
+            return False
+        del self._due[graph]
+        return True
+
+    def _finish_check(self, gradient: torch.Tensor) -> None:
+        self._unfinished_check = 0
+
     def _check_again(self, key: Hashable, graph: CapturedModel, call: Any) -> Any:
         """Run a call eagerly that a graph would repeat, and compare what it does."""
         result, trace, obstacles, known = self._run_traced("checked again", call)
+        for output in own_tensors(result, flatten_batch(call)):
+            if output.requires_grad and output.grad_fn is not None:
+                output.register_hook(self._finish_check)
+                self._unfinished_check = _MAX_UNFINISHED_CALLS
         found = self._watch.difference(key, trace, obstacles, known)
         if self._recheck.learn(graph, found):
             log.warning("%s: %s", self.name, self._recheck.differed)
