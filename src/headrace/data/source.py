@@ -19,6 +19,7 @@ import queue
 import re
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ log = logging.getLogger("headrace")
 _LOG_EVERY_S = 5.0
 _MAX_SAMPLERS = 8
 _END = object()
+_OUT_OF_MEMORY = "has the machine run out of memory? Fewer workers need less"
 
 
 class LoaderRng:
@@ -374,15 +376,20 @@ def end_workers(loader: Any) -> None:
         loader._iterator = None
 
 
+def _raised_in_multiprocessing(problem: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("multiprocessing.")
+
+
 def loader_error(problem: BaseException) -> LoaderError | None:
     """A one-line error for a DataLoader's error about its worker processes; None for others."""
     text = " ".join(str(problem).split())
     died = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", text)
     if isinstance(problem, RuntimeError) and died is not None:
-        return LoaderError(
-            f"a loader process ({died[1]}) {died[2].rstrip('. ')}: has the machine run out of "
-            "memory? Fewer workers need less"
-        )
+        return LoaderError(f"a loader process ({died[1]}) {died[2].rstrip('. ')}: {_OUT_OF_MEMORY}")
+    if isinstance(problem, ConnectionError | EOFError) and _raised_in_multiprocessing(problem):
+        # It died while it handed over a tensor, before PyTorch noticed.
+        return LoaderError(f"a loader process exited unexpectedly ({text}): {_OUT_OF_MEMORY}")
     if isinstance(problem, RuntimeError) and text.startswith("DataLoader timed out"):
         return LoaderError(f"{text}: a loader process hangs, or loader_timeout is too short")
     if text.startswith("Caught ") and "DataLoader worker process" in text:
