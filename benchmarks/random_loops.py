@@ -11,31 +11,18 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from headrace.device import Device, open_device
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parts_first import opened
+
 from support.random_loops import random_loop
 from support.sped_up import train
-
-
-@contextlib.contextmanager
-def opened(name: str) -> Iterator[Device]:
-    if name == "fake":
-        from headrace.testing import FakeDevice
-
-        with FakeDevice(keep_timeline=False) as device:
-            yield device
-    else:
-        yield open_device(name)
 
 
 def main() -> None:

@@ -71,8 +71,8 @@ class CapturableOptimizer:
         return not all(group.get("capturable", True) for group in groups)
 
     def plain_groups(self) -> None:
-        """Let the parameter groups say what they said before, once a graph is captured. The state
-        stays on the device, and eager steps go on from it."""
+        """Restore the users' values in the parameter groups once a graph is captured. The state
+        stays on the device, and eager steps continue from it."""
         for group in self._plain_groups:
             group["capturable"] = False
 
