@@ -27,6 +27,9 @@ class StateMemory:
     def __init__(self, state: StepState, others: Iterable[torch.Tensor] = ()) -> None:
         self._state, self._modules = state, state.all_modules()
         self._tensors = _with_addresses((*state.tensors(), *others))
+        # Nothing gives an optimizer's state another shape at the same address.
+        buffers = (buffer for module in state.modules for buffer in module.buffers())
+        self._shaped = _with_addresses((*state.parameters(), *buffers, *others))
         self._held = self._holders()
         self._figures = self._look()
         dicts: list[dict[Any, Any]] = [*dicts_of_modules(self._modules)]
@@ -59,9 +62,9 @@ class StateMemory:
     def _look(self) -> tuple[list[Any], ...]:
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)),
-            list(map(torch.Tensor.stride, self._tensors)),
-            list(map(torch.Tensor.numel, self._tensors)),
-            list(map(_REQUIRES_GRAD, self._tensors)),
+            list(map(torch.Tensor.stride, self._shaped)),
+            list(map(torch.Tensor.numel, self._shaped)),
+            list(map(_REQUIRES_GRAD, self._shaped)),
             list(map(_TRAINING, self._modules)),
         )
 
