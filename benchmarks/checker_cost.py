@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from measuring import header, save
 
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 def training(device: FakeDevice) -> Callable[[], None]:

@@ -32,12 +32,12 @@ from measuring import header, interleaved_ms, save, table
 import headrace
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline")
 PACKAGE = f"{Path(headrace.__file__).parent}/"
 # What the fake device does is no cost of the engine.
-IGNORED = (f"{PACKAGE}testing/", f"{PACKAGE}source_lines.py")
+IGNORED = (f"{PACKAGE}fake/", f"{PACKAGE}races/", f"{PACKAGE}source_lines.py")
 STANDARD = f"{Path(os.__file__).parent}/"
 SHORT, LONG = 40, 80
 # What is asked of the device, by the name and file of the function that asks.

@@ -433,7 +433,7 @@ def line(found: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Device]:
     if name == "fake":
-        from headrace.testing import FakeDevice
+        from headrace.fake import FakeDevice
 
         with FakeDevice(keep_timeline=False) as device:
             yield device

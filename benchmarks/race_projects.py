@@ -35,7 +35,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace.testing import Finding, fake_cuda
+from headrace.fake import fake_cuda
+from headrace.races import Finding
 
 CASES: dict[str, tuple[str, Callable[[], None]]] = {}
 

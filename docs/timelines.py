@@ -22,7 +22,7 @@ from matplotlib import pyplot
 
 from headrace.device import Span, Timeline
 from headrace.engine import Engine
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 
 HERE = Path(__file__).parent
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline")

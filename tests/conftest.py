@@ -25,7 +25,7 @@ import pytest
 from headrace.bench import contestants, runner
 from headrace.bench.tune import measurer
 from headrace.device import Device, open_device
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support import torchvision_ops
 from support.corpora import write_corpus
 from support.devices import needs_cuda
@@ -51,7 +51,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("headrace")
 
-pytest_plugins = ["headrace.testing.pytest_plugin"]
+pytest_plugins = ["headrace.fake.pytest_plugin"]
 torchvision_ops.define_missing()
 
 

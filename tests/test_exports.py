@@ -12,8 +12,8 @@ import pytest
 
 import headrace
 
-ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine"]
-ROOMS += ["parallel", "report", "runs", "testing", "translation"]
+ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "fake"]
+ROOMS += ["parallel", "races", "report", "runs", "translation"]
 
 
 @pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])
@@ -57,5 +57,5 @@ def test_import_loads_neither_torch_nor_a_gpu() -> None:
 
 
 def test_pytest_plugin_does_not_load_torch() -> None:
-    program = "import sys, headrace.testing.pytest_plugin as p; assert 'torch' not in sys.modules"
+    program = "import sys, headrace.fake.pytest_plugin as p; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -70,7 +70,7 @@ def test_only_one_file_names_torch_cuda() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         )
     ]
-    imitation = ["testing/cuda/namespace.py", "testing/cuda/streams.py", "testing/graphs.py"]
+    imitation = ["fake/cuda/namespace.py", "fake/cuda/streams.py", "fake/graphs.py"]
     assert naming == ["device/cuda.py", *imitation]
 
 
@@ -165,7 +165,7 @@ def is_host_wait(call: ast.Call) -> bool:
 
 def test_host_waits_only_in_the_seam_and_the_ledger() -> None:
     for name, path in modules():
-        if name in ("device", "testing"):
+        if name in ("device", "fake", "races"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             waits = isinstance(node, ast.Call) and is_host_wait(node)

@@ -15,8 +15,8 @@ import pytest
 
 from headrace import main_program
 from headrace.errors import ProgramError
+from headrace.fake import fake_cuda
 from headrace.main_program import ProgramEnded, require_program, run_as_main
-from headrace.testing import fake_cuda
 
 
 def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(

@@ -25,7 +25,8 @@ from headrace.errors import ProgramError
 #: The name of a module that holds what a program has held.
 _KEPT = "headrace_program"
 #: The folders whose code watches a program, and PyTorch's files through which it is called.
-_WATCHING = tuple(str(Path(__file__).parent / room) + os.sep for room in ("diagnosis", "testing"))
+_HERE = Path(__file__).parent
+_WATCHING = tuple(str(_HERE / package) + os.sep for package in ("diagnosis", "fake", "races"))
 _MACHINERY = tuple(
     str(Path("torch", file)) for file in ("_compile.py", "_dynamo/eval_frame.py", "_ops.py")
 )

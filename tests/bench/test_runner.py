@@ -24,10 +24,10 @@ from headrace.bench.works.training import Training
 from headrace.bench.works.work import Work, work_of
 from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
+from headrace.fake import Costs, FakeDevice
 from headrace.plan import PRESETS
 from headrace.report.bench_page import bench_page
 from headrace.runs.records import BenchResult, Equality, PlanResult
-from headrace.testing import Costs, FakeDevice
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}

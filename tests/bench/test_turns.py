@@ -14,8 +14,8 @@ from headrace.bench.trainable import Timing
 from headrace.bench.works.training import Training
 from headrace.bench.works.work import Work, work_of
 from headrace.device import Stream
+from headrace.fake import Costs, FakeDevice
 from headrace.runs.records import BenchResult
-from headrace.testing import Costs, FakeDevice
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 FREE = Costs(kernel_us=0.0, copy_us=0.0, copy_gb_per_s=1e12, query_us=0.0)

@@ -11,7 +11,7 @@ import torch
 from headrace.capture.cache import GraphCache, signature
 from headrace.device import Device, open_device
 from headrace.errors import CaptureError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from torch import nn
 import headrace as hr
 from headrace.capture import graphed_model
 from headrace.device import Device
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.sped_up import Made, batch, compare, fused, small
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from headrace.capture.obstacles import state_obstacle
 from headrace.capture.state import StepState
 from headrace.device import Device
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.engines import make_engine
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import headrace as hr
 from headrace.capture.trace import StepTrace, StepTracer
 from headrace.device import Device
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 def traced(device: Device, work: Any) -> StepTrace:

@@ -11,7 +11,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.capture.user_compiled import has_own_graphs
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 WITH_GRAPHS: list[dict[str, Any]] = [
     {"mode": "reduce-overhead"},

@@ -20,7 +20,7 @@ from headrace.checkpoint import (
 )
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 from support.checkpoints import contents, names, on
 
 

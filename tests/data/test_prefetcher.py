@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headrace.data import BatchCache, Prefetcher, batch_leaves, prefetch, rebuild_batch
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 from support.batches import MovesItself, Pair, Sample, nested
 
 

@@ -13,7 +13,7 @@ from headrace.errors import (
     DeviceMismatchError,
     EventNotRecordedError,
 )
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 class TestStreams:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.device import Device, open_device
-from headrace.testing import fake_cuda
+from headrace.fake import fake_cuda
 from support.captures import line
 from support.devices import needs_cuda
 

@@ -7,7 +7,7 @@ import torch
 
 from headrace.device import Device
 from headrace.errors import ClosedError, DeviceError, EventNotRecordedError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 class TestPinnedPool:

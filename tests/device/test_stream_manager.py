@@ -15,7 +15,7 @@ from headrace.errors import (
     EventNotRecordedError,
     StreamIndexError,
 )
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 @pytest.mark.parametrize("count", range(2, 9))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.device import Span, Timeline, pack_spans, unpack_spans
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 
 MS = 1_000_000
 # A copy of any size takes 2 ms, the step's only kernel 10 ms, and everything else no time.

@@ -20,7 +20,7 @@ from headrace.diagnosis import session as session_module
 from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError, RaceError
-from headrace.testing import fake_cuda
+from headrace.fake import fake_cuda
 from support.made_traces import Loop
 
 FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)

@@ -19,7 +19,7 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.diagnosis import waits as waits_module
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
-from headrace.testing import fake_cuda
+from headrace.fake import fake_cuda
 from support.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
 
 

@@ -16,7 +16,7 @@ from headrace.checkpoint import load_checkpoint, save_checkpoint
 from headrace.device import Device
 from headrace.engine import Carry, Engine
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 BATCH, TIME, WORDS, HIDDEN = 3, 4, 7, 5
 Batch = dict[str, torch.Tensor]

@@ -21,7 +21,7 @@ from headrace.device import open_device
 from headrace.device.cpu import CpuDevice
 from headrace.engine import CompileReport, compiled
 from headrace.engine.compiled import CompiledLoss
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 Backend = Callable[[Any, Any], Any]
 real_compile = torch.compile

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.device import Device
 from headrace.engine import DeferredScalars, DeferredValues
 from headrace.errors import DeferredError
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 
 
 def on(device: Device, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

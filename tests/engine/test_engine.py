@@ -19,8 +19,8 @@ from headrace.device import Device
 from headrace.engine import Engine, Progress
 from headrace.engine import engine as engine_module
 from headrace.errors import PlanError, StepError
+from headrace.fake import Costs, FakeDevice
 from headrace.plan import PRESETS, Plan
-from headrace.testing import Costs, FakeDevice
 from support.engines import EAGER, data, loss, make_engine, make_model, plain_loop, same, weights
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import headrace as hr
 from headrace.device import Device
 from headrace.errors import NonFiniteError
+from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, Plan
-from headrace.testing import FakeDevice
 
 PLANS = [name for name in PRESETS if name != "max"]
 BLOCKING_COPIES = Plan.preset("pipeline").replace(prefetch_depth=0)

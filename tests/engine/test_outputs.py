@@ -11,7 +11,7 @@ from torch import nn
 from headrace.device import Device
 from headrace.engine import Engine, Progress
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 DATA = [torch.full((2, 3), float(at + 1)) for at in range(12)]
 

@@ -20,8 +20,8 @@ from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkp
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import LoaderError, StepError
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 from support.engines import bad_batches, data, loss, make_model, same, weights
 from support.loaders import (
     BATCHES,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.device import Device
 from headrace.engine import RunAhead
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 
 FREE = Costs(kernel_us=0, query_us=0)
 

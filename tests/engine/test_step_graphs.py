@@ -20,9 +20,9 @@ from headrace.engine.lanes import Lanes
 from headrace.engine.schedules import Schedule
 from headrace.engine.step import EagerStep
 from headrace.engine.step_graphs import StepGraphs
+from headrace.fake import Costs, FakeDevice
 from headrace.parallel import Ranks
 from headrace.plan import Plan
-from headrace.testing import Costs, FakeDevice
 from support.devices import needs_cuda
 from support.engines import data, loss, make_engine, make_model, same, weights
 

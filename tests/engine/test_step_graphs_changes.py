@@ -15,8 +15,8 @@ from headrace.capture.state import StepState
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 from support.engines import data, loss, make_model, same, weights
 
 GRAPH = Plan.preset("graph").replace(graph_after=1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
-from headrace.testing import Costs, FakeDevice
+from headrace.fake import Costs, FakeDevice
 from support.engines import EAGER, data, loss, make_model, same, weights
 from support.scheduled_engines import BATCHES, make, uninterrupted
 

@@ -13,7 +13,7 @@ import pytest
 
 from foreign.training import forget_accelerators
 from headrace.device import Device, open_device
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 @pytest.fixture(params=["cpu", "fake"])

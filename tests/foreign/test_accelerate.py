@@ -25,7 +25,7 @@ from foreign.training import (
 )
 from headrace.device import Device
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 accelerate = needs("accelerate")
 data_loaders = needs("accelerate.data_loader")

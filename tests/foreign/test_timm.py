@@ -16,7 +16,7 @@ from foreign.training import weights as weights_of
 from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
 from headrace.device import Device, open_device
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 timm = needs("timm")
 timm_optim = needs("timm.optim")

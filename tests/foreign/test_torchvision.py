@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from foreign.training import EAGER, assert_same, loss_of, needs, seeded, weights
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 models = needs("torchvision.models")
 

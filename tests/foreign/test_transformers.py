@@ -15,7 +15,7 @@ from foreign.training import EAGER, assert_same, classifier, loss_of, needs, see
 from foreign.training import weights as weights_of
 from headrace.device import Device, open_device
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 transformers = needs("transformers")
 needs("accelerate")

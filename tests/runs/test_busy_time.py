@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from headrace.device import Device, Span, Timeline, Trace, open_device
 from headrace.device.kineto import Activity, device_work
+from headrace.fake import Costs, FakeDevice
 from headrace.runs import BusyWindow, MetricsLog, UsageLog, read_metrics
 from headrace.runs.busy_time import BusyTracer
-from headrace.testing import Costs, FakeDevice
 from headrace.translation import TrainSettings
 from headrace.translation.observers import batches_left
 from support.engines import data, make_engine

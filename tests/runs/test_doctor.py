@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headrace.device import open_device
+from headrace.fake import Costs, FakeDevice
 from headrace.runs import diagnose, doctor
 from headrace.runs.device_speed import DeviceSpeed, measure_speed
 from headrace.runs.doctor import DeviceFacts, Finding
-from headrace.testing import Costs, FakeDevice
 
 CPU = DeviceFacts("cpu", "CPU", 1 << 34, 1 << 33, None)
 GOOD = DeviceSpeed(50.0, 50.0, 8.0, 0.97, 6.0)

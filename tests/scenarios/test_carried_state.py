@@ -30,8 +30,8 @@ from torch.nn.functional import cross_entropy
 import headrace as hr
 from headrace.capture.capturable_optimizer import CapturableOptimizer
 from headrace.device import Device
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 
 WIDTH = 4
 BATCHES = 9

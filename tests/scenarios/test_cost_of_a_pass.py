@@ -19,7 +19,7 @@ from headrace.engine import Engine
 
 PACKAGE = f"{Path(headrace.__file__).parent}/"
 # What the fake device does is no cost of the engine.
-IGNORED = (f"{PACKAGE}testing/", f"{PACKAGE}source_lines.py")
+IGNORED = (f"{PACKAGE}fake/", f"{PACKAGE}races/", f"{PACKAGE}source_lines.py")
 
 
 def engine_of(layers: int, device: Device, plan: str, **options: Any) -> Engine:

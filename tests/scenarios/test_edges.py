@@ -25,13 +25,13 @@ from headrace.data import Prefetcher, prefetch
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.engine import DeferredScalars, Engine
 from headrace.errors import EventNotRecordedError
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
 from headrace.source_lines import Site
-from headrace.testing import FakeDevice
 
 PACKAGE = Path(headrace.__file__).parent
 # The primitives themselves, and code whose calls are not part of any loop.
-PRIMITIVES = (str(PACKAGE / "device"), str(PACKAGE / "testing"))
+PRIMITIVES = tuple(str(PACKAGE / room) for room in ("device", "fake", "races"))
 
 
 # --- scenarios ------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import headrace as hr
 from headrace.device import open_device
 from headrace.errors import CaptureError
-from headrace.testing import FakeCuda, Race, fake_cuda
+from headrace.fake import FakeCuda, fake_cuda
+from headrace.races import Race
 
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline", "graph")
 OPTIMIZERS: dict[str, dict[str, Any]] = {

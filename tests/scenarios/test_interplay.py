@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import LoaderError, NonFiniteError
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import Stateful, shuffled
 

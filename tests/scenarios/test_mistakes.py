@@ -23,8 +23,8 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
+from headrace.fake import FakeDevice
 from headrace.source_lines import definition, describe_function
-from headrace.testing import FakeDevice
 from support.engines import data, loss, make_engine, make_model, plain_loop, same, weights
 
 

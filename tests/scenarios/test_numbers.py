@@ -19,8 +19,8 @@ from headrace.bench.loss_comparison import LossComparison
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
+from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, Plan, load_plan
-from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings
 from headrace.translation.build import _resolve_plans
 from support.devices import needs_cuda

@@ -12,8 +12,8 @@ import headrace as hr
 from headrace.bench import Bench, TuneSettings, Tuning, entries_of, find_work
 from headrace.device import open_device
 from headrace.errors import PlanError
+from headrace.fake import FakeDevice
 from headrace.plan import effective_plan
-from headrace.testing import FakeDevice
 
 
 def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:

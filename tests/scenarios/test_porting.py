@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import headrace as hr
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.paths import ROOT
 
 Names = dict[str, Any]

@@ -10,7 +10,7 @@ import os
 
 from hypothesis import HealthCheck, Phase, given, note, settings
 
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.random_steps import REFUSED, Recipe, recipes, train
 
 ASKED = int(os.environ.get("HEADRACE_FUZZ", "0"))

@@ -22,7 +22,8 @@ import typer
 
 import headrace as hr
 from headrace.cli import app
-from headrace.testing import Costs, FakeDevice, fake_cuda, race_report
+from headrace.fake import Costs, FakeDevice, fake_cuda
+from headrace.races import race_report
 from support.paths import BENCHMARKS, ROOT
 
 READMES = ("README.md", "README.zh-CN.md")

@@ -12,7 +12,7 @@ import torch
 
 from headrace.diagnosis import Settings
 from headrace.diagnosis.session import Session
-from headrace.testing import fake_cuda
+from headrace.fake import fake_cuda
 from support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")

@@ -19,7 +19,7 @@ from headrace.engine import Engine, Progress
 from headrace.engine.deferred import _Block
 from headrace.engine.restoring import SavedBuffers
 from headrace.errors import NonFiniteError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.engines import bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import BATCHES, BoomError, OwnEpochs
 from support.resumed_engines import losses_of, new, pending_in

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from support.traps import FOUND_BEFORE, FOUND_LATER, REFUSED, Trap
 
 CALLS, CHANGED_AT = 14, 6  # replays begin at call 2; the tenth, call 11, is checked

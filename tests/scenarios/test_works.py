@@ -12,8 +12,8 @@ from headrace.bench import find_work
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.capture import GraphReport
 from headrace.device import Device, deterministic_kernels, open_device
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 from support.paths import ROOT
 
 FOLDER = ROOT / "benchmarks" / "works"

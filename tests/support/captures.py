@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 
 
 def on(device: FakeDevice, *shape: int) -> torch.Tensor:

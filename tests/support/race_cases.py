@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from headrace.device import Device
-from headrace.testing import FakeDevice, FakeStream
+from headrace.fake import FakeDevice, FakeStream
 
 Case = Callable[[FakeDevice, bool], object]
 CASES: list[Case] = []

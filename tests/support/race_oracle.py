@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.testing import FakeDevice, patches
+from headrace.fake import FakeDevice, patches
 
 LENGTH, STREAMS, EVENTS, BUFFERS, MADE, WORKS, LOCKS = 24, 4, 3, 2, 4, 2, 2
 Bytes = frozenset[int]

@@ -11,9 +11,9 @@ import pytest
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
+from headrace.fake import FakeDevice
 from headrace.parallel import SINGLE
 from headrace.plan import LoaderPlan
-from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings, build
 from support.id_pairs import random_pairs
 

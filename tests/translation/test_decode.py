@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headrace.device import Device, open_device
 from headrace.errors import CaptureError, TranslationError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from headrace.translation import EOS, ModelSettings, Translator, beam_search, decode, greedy
 from headrace.translation.corpus.vocabulary import BOS, PAD, UNK
 from headrace.translation.decode import translate_ids

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import TranslationError
-from headrace.testing import FakeDevice
+from headrace.fake import FakeDevice
 from headrace.translation import EOS, MODEL_PRESETS, ModelSettings, Translator, translation_loss
 from headrace.translation.corpus.vocabulary import BOS, PAD
 from headrace.translation.model import _ReluDropout, sinusoids

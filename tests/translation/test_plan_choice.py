@@ -11,8 +11,8 @@ import yaml
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
+from headrace.fake import FakeDevice
 from headrace.parallel import SINGLE
-from headrace.testing import FakeDevice
 from headrace.translation import Trainer, TrainSettings, plan_choice, prepared_for, trainer
 from headrace.translation.build import build_run, why_padded
 from headrace.translation.plan_choice import PlanChoice, choose_plan

@@ -12,8 +12,8 @@ import yaml
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
+from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from headrace.testing import FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
 from headrace.translation.run_size import (

@@ -16,8 +16,9 @@ from headrace.errors import ReportError, usage_errors
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
+    from headrace.fake import ProgramResult
+    from headrace.races import Access, CodeLine
     from headrace.runs.records import RacesResult
-    from headrace.testing import Access, CodeLine, ProgramResult
 
 EXAMPLE = """\
 Examples:
@@ -45,7 +46,8 @@ def races(
     with usage_errors():
         if html is not None:
             check_output_file(html)
-    from headrace.testing import race_page, race_report, run_program
+    from headrace.fake import run_program
+    from headrace.races import race_page, race_report
 
     name, *arguments = program
     others = running_threads()

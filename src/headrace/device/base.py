@@ -1,7 +1,7 @@
 """`Device`, `Stream` and `Event`: the interface of all devices.
 
 It has three implementations: accelerators (`accelerator.py`, with `cuda.py`), the CPU (`cpu.py`)
-and, for tests, `headrace.testing.FakeDevice`. The public methods here check their arguments for all
+and, for tests, `headrace.fake.FakeDevice`. The public methods here check their arguments for all
 of them; a device implements the abstract and the underscored ones.
 """
 

@@ -73,8 +73,8 @@ def diagnose(
 
 
 def _fake_device() -> Any:
-    if "headrace.testing.cuda" not in sys.modules:  # then it has not been used
+    if "headrace.fake.cuda" not in sys.modules:  # then it has not been used
         return None
-    from headrace.testing import FakeCuda
+    from headrace.fake import FakeCuda
 
     return FakeCuda.in_use()

@@ -54,7 +54,7 @@ def _device_for(fake: bool) -> Iterator[Device | None]:
     if not fake:
         yield None
         return
-    from headrace.testing import fake_cuda
+    from headrace.fake import fake_cuda
 
     with fake_cuda(check=False, keep_timeline=False) as device:
         yield device

@@ -17,8 +17,8 @@ from headrace.bench.tune.result import sentences_of
 from headrace.bench.tune.search import NothingRuns, Outcome, Search, SearchProgress
 from headrace.bench.tune.trials import MIN_NOISE, Measurement, noise_of
 from headrace.device import open_device
+from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, LoaderPlan, Plan
-from headrace.testing import FakeDevice
 
 EAGER = ("baseline", "interval", "event", "streams4", "pipeline")
 Cost = Callable[[Candidate], float]

@@ -29,9 +29,9 @@ from headrace.cli import app
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError, TuneError
+from headrace.fake import Costs, FakeDevice
 from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.runs.records import Environment, TuneResult, WorkRecord
-from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
 

@@ -1,0 +1,322 @@
+"""Collectives as PyTorch runs them on NCCL.
+
+A call without `async_op` is a kernel on the current stream. With it, the collective runs on a
+stream of the process group, which waits for the stream that is current at the call, and the process
+group keeps the tensors until `work.wait()`. That makes the stream that is current then wait for the
+collective, and the host goes on.
+
+The transport (gloo, or PyTorch's fake process group) does the arithmetic at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from headrace.fake import autograd, patches
+from headrace.races.checker import storage_key
+from headrace.races.operators import Operation, tensors
+
+if TYPE_CHECKING:
+    from headrace.fake.device import FakeDevice
+    from headrace.fake.streams import FakeEvent, FakeStream
+
+# For operators whose tensors the schema calls neither inputs nor outputs.
+_READ_ONLY = ("send",)
+_WRITE_ONLY = ("recv_", "recv_any_source_")
+_WRAPS = "_wrap_tensor_autograd"
+_WAIT = "_c10d_functional::wait_tensor"
+
+
+class _Calls(threading.local):
+    """The collectives that the Python call in this thread has launched, and their tensors; None
+    outside of one: then C++ launches them, as DDP's reducer does, and waits for them unseen."""
+
+    launched: list[FakeEvent] | None = None
+    kept: list[_Kept] | None = None
+
+
+class _Kept:
+    """The tensors of a collective that is under way. Without a wait, the process group drops them
+    when the collective is done."""
+
+    def __init__(self, stream: FakeStream, tensors: list[torch.Tensor]) -> None:
+        self._stream, self._tensors = stream, tensors
+
+    def release(self) -> None:
+        self._tensors = []
+
+    def __del__(self) -> None:
+        for tensor in self._tensors:
+            self._stream.device.record_stream(tensor, self._stream)
+
+
+_calls = _Calls()
+#: What each `Work` keeps.
+_kept: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
+#: When each `Work` or `Future` is done.
+_ends: weakref.WeakKeyDictionary[Any, list[FakeEvent]] = weakref.WeakKeyDictionary()
+_barriers: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Results of functional collectives, by their memory, until `wait_tensor`.
+_unwaited: dict[int, FakeEvent] = {}
+
+
+def run(device: FakeDevice, operation: Operation) -> Any:
+    """Run a collective whose tensors lie on the device."""
+    if operation.name.endswith(_WRAPS):
+        return operation.run()
+    if operation.name == _WAIT:
+        result = operation.run()
+        event = _unwaited.pop(storage_key(operation.args[0]), None)
+        if event is not None:
+            device.current_stream().wait_event(event)
+        return result
+    reads, writes = _reads_and_writes(operation)
+    current = device.current_stream()
+    if current.tape is not None:
+        current.tape.before_operation(operation, writes)
+    result = operation.run()
+    fresh = []
+    if operation.name.startswith("_c10d_functional"):
+        known = {storage_key(tensor) for tensor in operation.inputs()}
+        fresh = [tensor for tensor in tensors(result) if storage_key(tensor) not in known]
+        writes = [*writes, *fresh]
+    device.learn_of_making(operation.inputs())
+    is_current = _calls.launched is not None and operation.named("async_op") is False
+    stream = current if is_current else device.stream(_stream_name(operation))
+    if fresh:
+        device.operation(current, operation.name, "kernel", allocates=fresh, cost_ns=0)
+    if not is_current:
+        stream.wait_stream(current)
+    held = [tensor for tensor in (*reads, *writes) if device.holds(tensor)]
+    device.operation(stream, operation.name, "kernel", reads=reads, writes=writes)
+    if _calls.kept is not None and not fresh:
+        _calls.kept += [] if is_current else [_Kept(stream, held)]
+    else:
+        for tensor in held:
+            device.record_stream(tensor, stream)
+    if current.tape is not None:
+        current.tape.after_operation(operation, result, fresh)
+    event = device.event()
+    event.record(stream)
+    if fresh:
+        _unwaited.update((storage_key(tensor), event) for tensor in fresh)
+    elif _calls.launched is not None:
+        _calls.launched.append(event)
+    elif not autograd.wait_at_the_end(device, event):
+        current.wait_event(event)
+    return result
+
+
+def _reads_and_writes(operation: Operation) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    if operation.name == "c10d::barrier":
+        return reads, writes
+    for position, argument in enumerate(operation.func._schema.arguments):
+        if "Tensor" not in str(argument.type):
+            continue
+        found = tensors(operation.argument(position, argument.name))
+        if argument.name.startswith("output"):
+            writes += found
+        elif argument.name.startswith("input") or operation.short.endswith(_READ_ONLY):
+            reads += found
+        elif operation.short.endswith(_WRITE_ONLY):
+            writes += found
+        elif operation.name in ("c10d::broadcast_", "c10d::reduce_"):
+            is_root = _group(operation).rank() == operation.named("root_rank")
+            sends = is_root if operation.name == "c10d::broadcast_" else not is_root
+            (reads if sends else writes).extend(found)
+        else:
+            writes += found
+    return reads, writes
+
+
+def _group(operation: Operation) -> Any:
+    boxed = operation.named("process_group")
+    return torch.distributed.ProcessGroup.unbox(boxed)
+
+
+def _stream_name(operation: Operation) -> str:
+    """Each process group has a stream, and each peer that is sent to or received from by itself."""
+    if operation.name.startswith("c10d::"):
+        name = f"collectives of group {_group(operation).group_name}"
+    else:
+        name = f"collectives of group {operation.named('group_name')}"
+    peer = operation.named("dst") if operation.short.endswith("send") else operation.named("src")
+    return name if peer is None else f"{name}, peer {peer}"
+
+
+# --- what Python calls ----------------------------------------------------------------------------
+
+
+def _launching(kind: Any, name: str) -> Callable[..., Any]:
+    """Replaces a method of `ProcessGroup`: its `Work` ends when what it launches ends."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outside = _calls.launched, _calls.kept
+        _calls.launched, _calls.kept = [], []
+        try:
+            work = patches.original(kind, name)(self, *args, **kwargs)
+            if work is not None:
+                _ends[work], _kept[work] = _calls.launched, _calls.kept
+                if name == "barrier":
+                    _barriers.add(work)
+        finally:
+            _calls.launched, _calls.kept = outside
+        return work
+
+    return call
+
+
+def _wait(kind: Any, name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Gloo may do the rest of its arithmetic here, unlike NCCL; a callback is the user's.
+        hidden = nullcontext() if "Callback" in kind.__name__ else torch._C._DisableTorchDispatch()
+        with hidden:
+            result = patches.original(kind, name)(self, *args, **kwargs)
+        for event in _ends.get(self, ()):
+            current = event.device.current_stream()
+            current.wait_event(event)
+            if issubclass(kind, torch._C.Future):
+                _keep_for(current, result)
+        for kept in _kept.get(self, ()):
+            kept.release()
+        if self in _barriers:
+            for device in patches.devices:
+                device.hidden_wait(device.current_stream(), "barrier")
+        return result
+
+    return call
+
+
+def _is_completed(kind: Any, name: str) -> Callable[..., Any]:
+    def call(self: Any) -> Any:
+        ends = _ends.get(self)
+        if not ends:
+            return patches.original(kind, name)(self)
+        if not all(event.query() for event in ends):
+            return False
+        transport = next(work for work in type(self).__mro__ if work in _works)
+        patches.original(transport, "wait")(self)  # it may be slower than the virtual clock
+        return True
+
+    return call
+
+
+def _get_future(kind: Any, name: str) -> Callable[..., Any]:
+    def call(self: Any) -> Any:
+        future = patches.original(kind, name)(self)
+        _ends[future] = _ends.get(self, [])
+        return future
+
+    return call
+
+
+def _then(kind: Any, name: str) -> Callable[..., Any]:
+    """As on CUDA, the callback runs on a stream of its own, after what the future stands for."""
+
+    def call(self: Any, callback: Callable[[Any], Any]) -> Any:
+        before, after = _ends.get(self, []), list[Any]()
+        # Else the callback might run later, in a thread of the transport that nobody watches.
+        value = patches.original(kind, "wait")(self) if before else None
+
+        def watched(future: Any) -> Any:
+            if not before:
+                return callback(future)
+            device = before[0].device
+            stream = device.stream("future callback")
+            for event in before:
+                stream.wait_event(event)
+            _keep_for(stream, value)
+            with device.use(stream):
+                result = callback(future)
+            end = device.event()
+            end.record(stream)
+            after.append(end)
+            return result
+
+        chained = patches.original(kind, name)(self, watched)
+        _ends[chained] = after
+        return chained
+
+    return call
+
+
+def _keep_for(stream: FakeStream, value: Any) -> None:
+    """As a future on CUDA does, keep its value's memory until the stream that uses it is done."""
+    for tensor in tensors(value):
+        if stream.device.holds(tensor):
+            stream.device.record_stream(tensor, stream)
+
+
+def _returns_work(method: Any) -> bool:
+    """Whether a method of `ProcessGroup` launches something, by the signature in its docstring."""
+    return "Work" in (getattr(method, "__doc__", None) or "").partition("->")[2]
+
+
+def _register_comm_hook(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
+    """Replaces DDP's function. The reducer waits for the futures of its hook at the end of the
+    backward pass, in C++."""
+
+    def watched(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        for event in _ends.get(future, ()):
+            autograd.wait_at_the_end(event.device, event)
+        return future
+
+    return patches.original(torch.distributed, "_register_comm_hook")(reducer, state, watched)
+
+
+#: The parameters of each `Reducer`, DDP's C++ part.
+_parameters: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _reducer(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `Reducer`: it allocates its buckets unseen."""
+    with _allocating_for(parameters):
+        made = patches.original(torch.distributed, "Reducer")(parameters, *args, **kwargs)
+    _parameters[made] = parameters
+    return made
+
+
+def _rebuild_buckets(reducer: Any) -> Any:
+    with _allocating_for(_parameters.get(reducer, ())):
+        return patches.original(_Reducer, "_rebuild_buckets")(reducer)
+
+
+@contextmanager
+def _allocating_for(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside the block, memory that C++ allocates lies where the parameters lie."""
+    with ExitStack() as stack:
+        for device in patches.devices:
+            if any(device.holds(parameter) for parameter in parameters):
+                stack.enter_context(device.call.changed(inside="device"))
+        yield
+
+
+if torch.distributed.is_available():
+    _Group, _Work = torch.distributed.ProcessGroup, torch.distributed.Work
+    for _name, _method in list(vars(_Group).items()):
+        if _returns_work(_method):
+            patches.patch(_Group, _name, _launching(_Group, _name))
+    _works = [kind for kind in (_Work, *_Work.__subclasses__()) if "wait" in vars(kind)]
+    for _kind, _name, _wrapper in (
+        *((kind, "wait", _wait) for kind in _works),
+        (_Work, "synchronize", _wait),
+        (_Work, "is_completed", _is_completed),
+        (_Work, "get_future", _get_future),
+        (torch._C.Future, "wait", _wait),
+        (torch._C.Future, "then", _then),
+    ):
+        patches.patch(_kind, _name, _wrapper(_kind, _name))
+    _Reducer: Any = vars(torch.distributed)["Reducer"]
+    patches.patch(torch.distributed, "Reducer", _reducer)
+    patches.patch(_Reducer, "_rebuild_buckets", _rebuild_buckets)
+    patches.patch(torch.distributed, "_register_comm_hook", _register_comm_hook)
