@@ -47,7 +47,7 @@ from headrace.diagnosis import Settings
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session
 from headrace.main_program import ProgramEnded
-from headrace.runs.records import DiagnosisResult, Environment, StepParts
+from headrace.records import DiagnosisResult, Environment, StepParts
 from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent

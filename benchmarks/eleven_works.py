@@ -48,7 +48,7 @@ from headrace.bench.trainable import Timing, timed
 from headrace.bench.works.work import Work
 from headrace.data import end_workers
 from headrace.device import Device, deterministic_kernels, open_device
-from headrace.runs.records import BenchResult, PlanResult
+from headrace.records import BenchResult, PlanResult
 
 FOLDER = Path(__file__).resolve().parent / "works"
 PLAIN = "plain"

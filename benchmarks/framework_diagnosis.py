@@ -22,7 +22,7 @@ from typing import Any
 from measuring import header, save
 
 from headrace.diagnosis import text_of
-from headrace.runs.records import DiagnosisResult, StepParts
+from headrace.records import DiagnosisResult, StepParts
 from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent / "framework_scripts"

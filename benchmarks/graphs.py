@@ -36,8 +36,8 @@ from headrace.bench.equality import remove_dropout
 from headrace.data import BucketBatches, Buckets
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.machine import BusyWindow
 from headrace.plan import Plan
-from headrace.runs import BusyWindow
 
 SENTENCES = 30
 TIMED = 96

@@ -23,7 +23,7 @@ import torch
 
 import headrace
 from headrace.device import Ledger, open_device
-from headrace.runs import diagnose
+from headrace.machine import diagnose
 
 
 def microseconds(work: Callable[[], object], number: int = 20_000, repeats: int = 7) -> float:

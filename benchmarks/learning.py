@@ -43,7 +43,7 @@ from plain_transformer import PlainLoop, plain_copy, target_tokens, translate_gr
 from word_for_word import WordForWord
 
 from headrace.engine import Engine
-from headrace.runs import read_metrics
+from headrace.lifecycle import read_metrics
 from headrace.translation import (
     EOS,
     TrainedModel,

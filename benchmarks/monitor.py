@@ -18,8 +18,8 @@ from measuring import header, save
 
 from engine import Planned
 from headrace.device import Device, open_device
+from headrace.machine import BusyWindow, Monitor
 from headrace.plan import Plan
-from headrace.runs import BusyWindow, Monitor
 
 
 def sampling(device: Device, seconds: float = 10.0) -> dict[str, Any]:

@@ -44,8 +44,9 @@ from torch.nn import functional
 
 from headrace.checkpoint import CheckpointWriter
 from headrace.device import Timeline
+from headrace.lifecycle import MetricsLog, RunFolder, StopRequests, read_metrics
+from headrace.machine import BusyWindow
 from headrace.parallel import SINGLE
-from headrace.runs import BusyWindow, MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import ModelSettings, Prepared, TrainSettings, attention, prepared_for
 from headrace.translation.build import RunParts, build_run
 from headrace.translation.model import sinusoids

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from headrace.bench import text_of, verdict_of
-from headrace.runs.records import BenchResult
+from headrace.records import BenchResult
 
 ROOT = Path(__file__).parents[1]
 READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")

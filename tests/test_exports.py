@@ -13,7 +13,8 @@ import pytest
 import headrace
 
 ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "fake"]
-ROOMS += ["parallel", "races", "report", "runs", "translation"]
+ROOMS += ["lifecycle", "machine", "parallel", "progress", "races", "records", "report"]
+ROOMS += ["translation"]
 
 
 @pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])

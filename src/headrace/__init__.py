@@ -52,15 +52,15 @@ if TYPE_CHECKING:
     from headrace.engine import RunAhead as RunAhead
     from headrace.engine import graphed as graphed
     from headrace.errors import HeadraceError as HeadraceError
+    from headrace.lifecycle import Watchdog as Watchdog
+    from headrace.machine import BusyWindow as BusyWindow
+    from headrace.machine import Monitor as Monitor
+    from headrace.machine import UseSample as UseSample
     from headrace.plan import PRESETS as PRESETS
     from headrace.plan import LoaderPlan as LoaderPlan
     from headrace.plan import Plan as Plan
     from headrace.plan import PlanFile as PlanFile
     from headrace.plan import load_plan as load_plan
-    from headrace.runs import BusyWindow as BusyWindow
-    from headrace.runs import Monitor as Monitor
-    from headrace.runs import UseSample as UseSample
-    from headrace.runs import Watchdog as Watchdog
 
 __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy(__name__, __file__, "__version__")

@@ -2,7 +2,7 @@
 
     TYPE_CHECKING = False
     if TYPE_CHECKING:
-        from headrace.runs.folder import RunFolder as RunFolder
+        from headrace.lifecycle.folder import RunFolder as RunFolder
 
     __all__, __getattr__, __dir__ = lazy(__name__, __file__)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.bench.equality import compare, compare_weights, difference, remove_dropout
 from headrace.device import open_device
-from headrace.runs.records import Equality
+from headrace.records import Equality
 
 
 class TestCompare:

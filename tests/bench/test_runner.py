@@ -26,8 +26,8 @@ from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.fake import Costs, FakeDevice
 from headrace.plan import PRESETS
+from headrace.records import BenchResult, Equality, PlanResult
 from headrace.report.bench_page import bench_page
-from headrace.runs.records import BenchResult, Equality, PlanResult
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}

@@ -15,7 +15,7 @@ from headrace.bench.works.training import Training
 from headrace.bench.works.work import Work, work_of
 from headrace.device import Stream
 from headrace.fake import Costs, FakeDevice
-from headrace.runs.records import BenchResult
+from headrace.records import BenchResult
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 FREE = Costs(kernel_us=0.0, copy_us=0.0, copy_gb_per_s=1e12, query_us=0.0)

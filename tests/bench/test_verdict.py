@@ -10,7 +10,7 @@ import pytest
 from headrace.bench.scores import JUDGEMENTS, WEIGHTS, scheme_of, scores_of
 from headrace.bench.verdict import causes_of, scored, verdict_of
 from headrace.plan import PRESETS, Plan
-from headrace.runs.records import (
+from headrace.records import (
     Equality,
     GpuUse,
     HostWaits,

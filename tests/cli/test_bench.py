@@ -21,8 +21,8 @@ from headrace.cli import app
 from headrace.cli.bench import _progress_on
 from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
-from headrace.runs import StatusLine
-from headrace.runs.records import BenchResult
+from headrace.progress import StatusLine
+from headrace.records import BenchResult
 from support.devices import needs_cuda
 from support.forked import HEADRACE, Forked, run_python
 from support.terminals import Terminal, new_console

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from headrace import diagnosis
 from headrace.cli import app
 from headrace.errors import ProgramError
-from headrace.runs.records import DiagnosisResult
+from headrace.records import DiagnosisResult
 from support.made_traces import Loop
 from support.trace_files import STACK, calls_and_work, profiler_steps, reads, write_trace
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headrace.cli import app
-from headrace.runs.records import RacesResult
+from headrace.records import RacesResult
 
 PROGRAM = """
     import sys

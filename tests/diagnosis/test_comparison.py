@@ -15,7 +15,7 @@ from headrace.diagnosis.comparison import (
     parse_change_limits,
 )
 from headrace.errors import ProgramError
-from headrace.runs.records import (
+from headrace.records import (
     Comparison,
     DiagnosedLine,
     DiagnosisResult,

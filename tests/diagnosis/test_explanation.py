@@ -19,8 +19,8 @@ from headrace.diagnosis.steps import Period
 from headrace.diagnosis.text import text_of
 from headrace.diagnosis.trace import Call
 from headrace.diagnosis.waits import Wait
+from headrace.records import DiagnosisResult, Environment, LineRecord
 from headrace.report.diagnosis_page import diagnosis_page
-from headrace.runs.records import DiagnosisResult, Environment, LineRecord
 from support.made_traces import MS, US, Loop
 
 

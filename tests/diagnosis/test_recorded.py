@@ -14,7 +14,7 @@ from headrace.diagnosis.text import text_of
 from headrace.diagnosis.trace import StepTrace
 from headrace.diagnosis.what_if import NO_WAITS, Replay
 from headrace.errors import ProgramError
-from headrace.runs.records import DiagnosisResult
+from headrace.records import DiagnosisResult
 from support.made_traces import MS, US, Loop, Machine
 from support.trace_files import (
     AUTOGRAD,

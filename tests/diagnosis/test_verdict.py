@@ -8,7 +8,7 @@ from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Measurements, Observations, Settings
 from headrace.diagnosis.steps import Period
 from headrace.diagnosis.verdict import windows_for
-from headrace.runs.records import Environment
+from headrace.records import Environment
 
 MS = 1_000_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.records import TuneResult
 from headrace.report.effects import effects
-from headrace.runs.records import TuneResult
 
 
 class TestEffects:

@@ -22,8 +22,8 @@ from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import LoaderError, NonFiniteError, OutOfMemoryError, PlanError, StepError
 from headrace.fake import FakeDevice, Hang
-from headrace.runs import Watchdog
-from headrace.runs.watchdog import HUNG
+from headrace.lifecycle import Watchdog
+from headrace.lifecycle.watchdog import HUNG
 from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import Stateful, shuffled
 

@@ -32,7 +32,7 @@ from headrace.errors import (
     StepError,
     TranslationError,
 )
-from headrace.runs import MetricsLog, RunFolder, StopRequests, read_metrics
+from headrace.lifecycle import MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import Trainer, TrainSettings
 from headrace.translation.corpus.batches import PaddedBatches
 from headrace.translation.loss import TranslationLoss

@@ -36,8 +36,8 @@ from headrace.checkpoint import (
 )
 from headrace.device import open_device
 from headrace.errors import HeadraceError
+from headrace.lifecycle import MetricsLog, RunFolder, read_metrics
 from headrace.plan import load_plan
-from headrace.runs import MetricsLog, RunFolder, read_metrics
 from headrace.translation import Trainer, TrainSettings, read_corpus, read_pairs
 from headrace.translation.build import check_policies
 from headrace.translation.corpus.prepare import prepare

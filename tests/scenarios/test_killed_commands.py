@@ -58,7 +58,7 @@ open("sentencepiece.py", "w").write("import stuck; stuck.stuck()")
 """
 DOCTOR = """
 import importlib, pathlib
-from headrace.runs import doctor
+from headrace.machine import doctor
 
 class AMX:
     exists = lambda self: True

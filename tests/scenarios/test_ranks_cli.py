@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 DOES = """
 import os, signal, sys, time
 from headrace.engine import Engine
-from headrace.runs.signals import StopRequests
+from headrace.lifecycle.signals import StopRequests
 steps, handle, handled = Engine.steps, StopRequests._handle, []
 def counted(self, *args, **options):
     for number, info in enumerate(steps(self, *args, **options), 1):

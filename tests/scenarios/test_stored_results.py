@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.records import BenchResult
 from headrace.report import render, write_perfetto
-from headrace.runs.records import BenchResult
 from support.paths import BENCHMARKS
 
 RESULTS = BENCHMARKS / "results"

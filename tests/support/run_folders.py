@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headrace.runs import RunFolder
+from headrace.lifecycle import RunFolder
 
 
 def create_many(project: Path, barrier: Any, made: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import weights_to_file
-from headrace.runs import RunFolder
+from headrace.lifecycle import RunFolder
 from headrace.translation import TrainSettings, prepared_for
 from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.model import new_model

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
-from headrace.runs import RunFolder
+from headrace.lifecycle import RunFolder
 from headrace.translation import (
     Comparison,
     TrainedModel,

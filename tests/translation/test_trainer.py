@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
 from headrace.fake import FakeDevice
+from headrace.lifecycle import read_metrics
 from headrace.plan import load_plan
-from headrace.runs import read_metrics
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
 from headrace.translation import trainer as trainer_module
 from headrace.translation.build import build_run

@@ -22,8 +22,8 @@ from headrace.bench.trainable import (
 )
 from headrace.bench.works.work import Unit
 from headrace.device import Device
-from headrace.runs import BusyWindow
-from headrace.runs.records import Equality, Sample, StoredTimeline
+from headrace.machine import BusyWindow
+from headrace.records import Equality, Sample, StoredTimeline
 
 Result = TypeVar("Result")
 log = logging.getLogger("headrace")

@@ -10,8 +10,8 @@ import torch
 
 import headrace
 from headrace.device import Device
-from headrace.runs import driver_version, usable_cores
-from headrace.runs.records import Environment
+from headrace.machine import driver_version, usable_cores
+from headrace.records import Environment
 
 
 def environment_of(device: Device, command: str) -> Environment:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headrace.device import Device
-from headrace.runs.records import Equality
+from headrace.records import Equality
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from headrace.bench.works.training import Made, StepTraining
 from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
-from headrace.runs.records import Equality
+from headrace.records import Equality
 
 _OTHER_MASKS = "compiled code draws other dropout masks: compared without dropout"
 _STILL_RANDOM = (

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from headrace.bench.contestants import Contestant
 from headrace.bench.trainable import Timing, Trainable
 from headrace.device import Device, Span, Timeline
-from headrace.runs import BusyWindow, Monitor, UseSample
-from headrace.runs.records import Sample, StoredTimeline
+from headrace.machine import BusyWindow, Monitor, UseSample
+from headrace.records import Sample, StoredTimeline
 
 _MAX_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver averages GPU use over some tenths of a second

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.trainable import Timing
-from headrace.runs.records import (
+from headrace.records import (
     GpuUse,
     HostWaits,
     Noise,

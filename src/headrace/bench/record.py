@@ -1,5 +1,5 @@
-"""The former address of `headrace.runs.records`, kept for one version."""
+"""The former address of `headrace.records`, kept for one version."""
 
-from headrace.runs.records import BenchResult
+from headrace.records import BenchResult
 
 __all__ = ["BenchResult"]

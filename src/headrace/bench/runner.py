@@ -37,7 +37,7 @@ from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
-from headrace.runs.records import (
+from headrace.records import (
     BenchResult,
     BenchSettings,
     BenchWork,

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.runs.records import JUDGEMENTS, WEIGHTS, PlanResult, Score
+from headrace.records import JUDGEMENTS, WEIGHTS, PlanResult, Score
 
 
 def scheme_of(fields: dict[str, Any] | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.runs.records import BenchResult, PlanResult
+from headrace.records import BenchResult, PlanResult
 from headrace.text_table import text_table, wrap_line
 
 #: The arithmetic of a plan that names no precision.

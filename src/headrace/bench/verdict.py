@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bench.scores import chance_share, gain_share, saved_share, scheme_of, scores_of
-from headrace.runs.records import JUDGEMENTS, Noise, PlanResult, Verdict, WaitsFor
+from headrace.records import JUDGEMENTS, Noise, PlanResult, Verdict, WaitsFor
 
 _WORTH_MENTIONING = 0.05  # share of a step
 _ASSUMED_NOISE = 0.03  # where no plan was entered twice

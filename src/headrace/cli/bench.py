@@ -30,10 +30,10 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import OWN_PROCESS, print_line, results_only
 from headrace.errors import BenchError, HeadraceError, usage_errors
-from headrace.runs import StatusLine
+from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
-    from headrace.runs.records import BenchResult
+    from headrace.records import BenchResult
 
 _EXECUTION, _MEASUREMENT = "Execution", "Measurement"
 _SAME_REQUEST_S = 1.0

@@ -20,7 +20,7 @@ from headrace.errors import ProgramError, usage_errors
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
-    from headrace.runs.records import DiagnosisResult
+    from headrace.records import DiagnosisResult
 
 _WINDOWS, _OUTPUT = "Windows", "Output"
 #: Parameters that a trace has no use for.

@@ -22,7 +22,7 @@ def doctor(
 
     The exit code is 1 if a problem keeps Headrace from working properly.
     """
-    from headrace.runs import diagnose
+    from headrace.machine import diagnose
 
     if measure and not as_json:
         typer.echo("Checking this machine …", err=True)

@@ -12,7 +12,7 @@ import typer
 from headrace.cli.options import Beam, Cache, DeviceName, Quiet, Run, Weights
 from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
-from headrace.runs import StatusLine
+from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

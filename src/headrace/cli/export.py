@@ -11,7 +11,8 @@ import typer
 from headrace.cli.options import Cache, Quiet, Run, Weights, check_output_folder
 from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
-from headrace.runs import RunFolder, StatusLine
+from headrace.lifecycle import RunFolder
+from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
     from headrace.translation import TrainedModel

@@ -10,7 +10,7 @@ import typer
 from headrace.cli.options import Cache, Data, note_default_languages
 from headrace.cli.output import print_line
 from headrace.errors import usage_errors
-from headrace.runs import StatusLine
+from headrace.progress import StatusLine
 
 EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabulary 16000"
 

@@ -18,7 +18,7 @@ from headrace.main_program import running_threads
 if TYPE_CHECKING:
     from headrace.fake import ProgramResult
     from headrace.races import Access, CodeLine
-    from headrace.runs.records import RacesResult
+    from headrace.records import RacesResult
 
 EXAMPLE = """\
 Examples:
@@ -77,7 +77,7 @@ def races(
 
 
 def _record(name: str, result: ProgramResult) -> RacesResult:
-    from headrace.runs.records import AccessRecord, LineRecord, RaceRecord, RacesResult
+    from headrace.records import AccessRecord, LineRecord, RaceRecord, RacesResult
     from headrace.source_lines import short_path
 
     def access(one: Access, lines: Sequence[CodeLine]) -> AccessRecord:

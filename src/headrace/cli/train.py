@@ -19,7 +19,7 @@ from headrace.cli.options import (
 from headrace.cli.output import end_program, print_line
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
-from headrace.runs import RunFolder
+from headrace.lifecycle import RunFolder
 from headrace.text_table import counted
 from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
 

@@ -14,7 +14,7 @@ import typer
 from headrace.cli.options import Beam, DeviceName, Quiet, Run, Weights
 from headrace.cli.output import print_line
 from headrace.errors import TranslationError, usage_errors
-from headrace.runs import StatusLine
+from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
     from headrace.translation import LengthCounts, TrainedModel

@@ -16,7 +16,7 @@ from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.steps import StepLine
 from headrace.diagnosis.text import text_of
 from headrace.errors import ProgramError
-from headrace.runs.records import DiagnosisResult
+from headrace.records import DiagnosisResult
 
 
 class Diagnosis:

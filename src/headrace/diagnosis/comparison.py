@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.diagnosis.script import Limit, parse_conditions
 from headrace.errors import ProgramError, ReportError
-from headrace.runs.records import (
+from headrace.records import (
     Comparison,
     DiagnosedLine,
     DiagnosisResult,

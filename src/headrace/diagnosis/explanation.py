@@ -28,7 +28,7 @@ from headrace.diagnosis.what_if import (
     Change,
     Replay,
 )
-from headrace.runs.records import (
+from headrace.records import (
     DiagnosedLine,
     DiagnosisResult,
     Environment,

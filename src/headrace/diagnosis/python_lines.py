@@ -21,7 +21,7 @@ from typing import Any
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.waits import line_record, users_frames
-from headrace.runs.records import LineRecord
+from headrace.records import LineRecord
 
 #: A line as code and line number; its text is read later.
 Place = tuple[CodeType, int]

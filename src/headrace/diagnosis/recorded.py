@@ -34,7 +34,7 @@ from headrace.diagnosis.trace_file import (
 )
 from headrace.diagnosis.waits import Wait
 from headrace.errors import ProgramError
-from headrace.runs.records import DiagnosisResult, Environment, LineRecord
+from headrace.records import DiagnosisResult, Environment, LineRecord
 
 _STEP = "ProfilerStep#"
 _OPTIMIZER = "Optimizer.step#"

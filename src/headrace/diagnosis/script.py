@@ -19,7 +19,7 @@ from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.verdict import line_count
 from headrace.errors import ProgramError
 from headrace.main_program import ProgramEnded, ProgramTerminated, require_program, run_as_main
-from headrace.runs.records import DiagnosisResult, StepParts
+from headrace.records import DiagnosisResult, StepParts
 
 Then = Literal["stop", "continue"]
 

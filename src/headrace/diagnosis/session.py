@@ -40,7 +40,7 @@ from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.errors import ProgramError
 from headrace.parallel import is_launched
-from headrace.runs.records import LineRecord
+from headrace.records import LineRecord
 from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, PythonLine
+from headrace.records import DiagnosedLine, DiagnosisResult, LineRecord, PythonLine
 from headrace.source_lines import short_path
 from headrace.text_table import text_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from headrace.diagnosis.session import Observations, Settings
 from headrace.diagnosis.steps import FIRST_STEP, StepLine
-from headrace.runs.records import DiagnosisResult
+from headrace.records import DiagnosisResult
 from headrace.source_lines import short_path
 
 #: What is below this share of a step is not worth a sentence.

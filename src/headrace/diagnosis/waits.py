@@ -35,7 +35,7 @@ from headrace.diagnosis.forms import (
     waiting_instruction,
 )
 from headrace.diagnosis.replacing import replaced, replaced_in_c
-from headrace.runs.records import LineRecord
+from headrace.records import LineRecord
 from headrace.source_lines import HEADRACE, TORCH, is_generated, is_user_code, variables_of
 
 _RUNNER = main_program.__file__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.records import WEIGHTS, BenchResult, PlanResult, WaitFigures
 from headrace.report.charts import (
     Badge,
     Bar,
@@ -43,7 +44,6 @@ from headrace.report.sensors import (
 )
 from headrace.report.thinning import evenly_spaced
 from headrace.report.timelines import timeline_group
-from headrace.runs.records import WEIGHTS, BenchResult, PlanResult, WaitFigures
 
 #: A plan that is less than 2 % faster is not recommended in the headline.
 _SMALLEST_GAIN = 0.02

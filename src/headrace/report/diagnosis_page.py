@@ -6,18 +6,18 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
-from headrace.report.environment import environment_view
-from headrace.report.figures import brief, moment, ms, share, times, words
-from headrace.report.page import Stat, Summary, render_page
-from headrace.report.timelines import timeline_group
-from headrace.runs.records import (
+from headrace.records import (
     DiagnosedLine,
     DiagnosisResult,
     LineRecord,
     PythonLine,
     StepParts,
 )
+from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
+from headrace.report.environment import environment_view
+from headrace.report.figures import brief, moment, ms, share, times, words
+from headrace.report.page import Stat, Summary, render_page
+from headrace.report.timelines import timeline_group
 from headrace.source_lines import short_path
 
 #: The fill of each part of a step.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.records import TrialRecord, TuneResult
 from headrace.report.figures import plain, words
-from headrace.runs.records import TrialRecord, TuneResult
 
 _AS_GIVEN = "as given"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from headrace.records import BenchSettings, Environment, WorkRecord
 from headrace.report.figures import moment, plain, size, words
-from headrace.runs.records import BenchSettings, Environment, WorkRecord
 
 Entries = list[tuple[str, str]]
 

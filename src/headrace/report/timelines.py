@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.device import Kind, Timeline
+from headrace.records import StoredTimeline
 from headrace.report.charts import Table, figure, percent, table
 from headrace.report.figures import ms, share, tick, ticks
 from headrace.report.page import shown_text
 from headrace.report.thinning import coverage, fewer_spans
-from headrace.runs.records import StoredTimeline
 from headrace.text_table import counted
 
 _KINDS: tuple[Kind, ...] = typing.get_args(Kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from headrace.records import EpochLine, TrainingRun
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, meter, table
 from headrace.report.environment import entries
 from headrace.report.figures import number, score, seconds, share, size, words
@@ -21,7 +22,6 @@ from headrace.report.sensors import (
     sensor_view,
 )
 from headrace.report.thinning import Point, evenly_spaced
-from headrace.runs.records import EpochLine, TrainingRun
 from headrace.text_table import counted
 
 _MAX_EPOCHS = 100

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.records import TrialRecord, TuneResult
 from headrace.report.charts import Badge, Bar, BarChart, Cell, Segment, Table, figure, table
 from headrace.report.effects import Effect, effects, trial_name
 from headrace.report.environment import Entries, entries, environment_view, kicker
 from headrace.report.figures import factor, ms, number, plain, share, size, times, words
 from headrace.report.page import Stat, Summary, render_page
-from headrace.runs.records import TrialRecord, TuneResult
 from headrace.text_table import counted
 
 #: A winner that is less than 2 % faster is not recommended in the headline.

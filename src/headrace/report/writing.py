@@ -9,11 +9,11 @@ from pathlib import Path
 from headrace.atomic_files import replace_file
 from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
+from headrace.records import BenchResult, DiagnosisResult, TrainingRun, read_result
 from headrace.report.bench_page import bench_page
 from headrace.report.diagnosis_page import diagnosis_page
 from headrace.report.train_page import train_page
 from headrace.report.tune_page import tune_page
-from headrace.runs.records import BenchResult, DiagnosisResult, TrainingRun, read_result
 from headrace.schema import read_json
 
 log = logging.getLogger("headrace")

@@ -12,18 +12,9 @@ from pathlib import Path
 
 from headrace.device import Device
 from headrace.engine import Engine, Progress
+from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder, UsageLog, Watchdog, read_metrics
 from headrace.parallel import Ranks
-from headrace.runs import (
-    Gauges,
-    MetricsLog,
-    NoMetrics,
-    ProgressLine,
-    RunFolder,
-    UsageLog,
-    Watchdog,
-    read_metrics,
-    silent_console,
-)
+from headrace.progress import Gauges, ProgressLine, silent_console
 from headrace.translation.settings import TrainSettings
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import ReportError, TranslationError
-from headrace.runs import RunFolder
-from headrace.runs.records import FinishedRun, Scores
+from headrace.lifecycle import RunFolder
+from headrace.records import FinishedRun, Scores
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from headrace.atomic_files import replace_file
 from headrace.device import Device, open_device
 from headrace.engine import autocast
 from headrace.errors import RunError, TranslationError
+from headrace.lifecycle import RunFolder
 from headrace.parallel import Ranks, full_state_dict
-from headrace.runs import RunFolder
 from headrace.translation.corpus.corpus import clean
 from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.decode import translate_ids

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from headrace.errors import TranslationError
-from headrace.runs.records import Scores
+from headrace.records import Scores
 
 __all__ = ["Scores", "score"]
 

@@ -43,6 +43,7 @@ from headrace.errors import (
     StepError,
     TranslationError,
 )
+from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder, StopRequests, shared_folder
 from headrace.parallel import (
     SINGLE,
     Agreement,
@@ -50,17 +51,9 @@ from headrace.parallel import (
     parallelism_of,
     rank_device,
 )
+from headrace.progress import ProgressLine, RecentLoss
+from headrace.records import EpochLine, StepLine
 from headrace.report import try_report
-from headrace.runs import (
-    MetricsLog,
-    NoMetrics,
-    ProgressLine,
-    RecentLoss,
-    RunFolder,
-    StopRequests,
-    shared_folder,
-)
-from headrace.runs.records import EpochLine, StepLine
 from headrace.schema import refuse_unknown
 from headrace.text_table import counted
 from headrace.translation.build import RunParts, build_run, check_settings, may_compile, why_padded

@@ -11,8 +11,8 @@ import torch
 from headrace.checkpoint import weights_from_file, weights_to_file
 from headrace.device import Device
 from headrace.errors import TranslationError
+from headrace.lifecycle import RunFolder
 from headrace.parallel import Ranks, full_state_dict
-from headrace.runs import RunFolder
 
 
 @dataclass

@@ -31,7 +31,7 @@ from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError, TuneError
 from headrace.fake import Costs, FakeDevice
 from headrace.plan import LoaderPlan, Plan, load_plan
-from headrace.runs.records import Environment, TuneResult, WorkRecord
+from headrace.records import Environment, TuneResult, WorkRecord
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
 

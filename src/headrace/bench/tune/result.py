@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace.bench.tune.search import Outcome
 from headrace.bench.tune.trials import Trial
+from headrace.lifecycle import yaml_text
 from headrace.plan import LoaderPlan, Plan
-from headrace.runs import yaml_text
-from headrace.runs.records import Environment, Rung, TrialRecord, TuneResult, Winner, WorkRecord
+from headrace.records import Environment, Rung, TrialRecord, TuneResult, Winner, WorkRecord
 from headrace.text_table import text_table, wrap_line
 
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")

@@ -22,7 +22,7 @@ from headrace.bench.tune.trials import (
     noise_of,
     simplest,
 )
-from headrace.runs.records import Status
+from headrace.records import Status
 
 #: After each rung, by how much a candidate may trail the leader; more on a noisy machine.
 MARGINS = (0.15, 0.07, 0.03)

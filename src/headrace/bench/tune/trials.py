@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.bench.tune.candidates import Candidate
-from headrace.runs.records import Status
+from headrace.records import Status
 
 #: Medians that differ by less count as equal, even on an idle machine.
 MIN_NOISE = 0.01

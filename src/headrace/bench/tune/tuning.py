@@ -27,9 +27,11 @@ from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
+from headrace.lifecycle import RunFolder, StopRequests
+from headrace.machine import usable_cores
 from headrace.plan import refuse_plan_variable
-from headrace.runs import RunFolder, StatusLine, StopRequests, usable_cores
-from headrace.runs.records import WorkRecord
+from headrace.progress import StatusLine
+from headrace.records import WorkRecord
 
 log = logging.getLogger("headrace")
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from headrace.data import Buckets
 from headrace.errors import PlanError
+from headrace.lifecycle import ignore_foreign_sigterm
 from headrace.plan import LoaderPlan
-from headrace.runs import ignore_foreign_sigterm
 from headrace.text_table import counted
 from headrace.translation.corpus.encoded import IdPairs
 

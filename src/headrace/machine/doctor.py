@@ -1,0 +1,261 @@
+"""`headrace doctor`: what this machine has, which problems it has, and how to fix them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+import headrace
+from headrace.child_processes import child_environment
+from headrace.device import Device, available_devices, open_device
+from headrace.machine.device_speed import DeviceSpeed, measure_speed
+from headrace.text_table import text_table
+
+_SHM = Path("/dev/shm")  # noqa: S108 (only its size is read)
+_ENOUGH_SHM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem or a limit of this machine, and what to do about it.
+
+    A "problem" keeps Headrace from working properly; a "note" is a limit. `remedy` is a command
+    or an action.
+    """
+
+    level: Literal["problem", "note"]
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One device. `measured` is None on the CPU, and if nothing was to be measured."""
+
+    name: str
+    description: str
+    total_bytes: int
+    free_bytes: int
+    measured: DeviceSpeed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that `doctor` found."""
+
+    headrace: str
+    python: str
+    platform: str
+    torch: str
+    torch_built_for: str
+    driver: str | None
+    cpu_cores: int
+    usable_cores: int
+    memory_bytes: int
+    devices: tuple[DeviceFacts, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return not any(finding.level == "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "healthy": self.healthy}
+
+    def text(self) -> str:
+        """The diagnosis as a table and sentences."""
+        rows: list[tuple[str, str]] = [
+            ("headrace", self.headrace),
+            ("python", f"{self.python} on {self.platform}"),
+            ("torch", f"{self.torch}, built for {self.torch_built_for}"),
+            ("GPU driver", self.driver or "none"),
+            ("CPU", f"{self.usable_cores} of {self.cpu_cores} cores usable"),
+            ("memory", _gib(self.memory_bytes)),
+        ]
+        for device in self.devices:
+            rows.append(("device", f"{device.name}: {device.description}"))
+            rows.append(("", f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"))
+            if device.measured is not None:
+                rows += [("", line) for line in _measured_lines(device.measured)]
+        lines = [text_table(("", "found"), rows), ""]
+        for finding in self.findings:
+            lines += [f"{finding.level}: {finding.what}", f"  fix: {finding.remedy}"]
+        lines.append("No problems found." if not self.findings else "")
+        return "\n".join(lines).rstrip()
+
+
+def diagnose(*, measure: bool = True) -> Diagnosis:
+    """Examine this machine. With `measure`, also time each accelerator (about two seconds)."""
+    opened = [open_device(name) for name in available_devices()]
+    devices = tuple(_facts(device, measure) for device in opened)
+    driver = driver_version()
+    return Diagnosis(
+        headrace=headrace.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        torch=torch.__version__,
+        torch_built_for=_built_for(),
+        driver=driver,
+        cpu_cores=psutil.cpu_count() or 1,
+        usable_cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        devices=devices,
+        findings=tuple(_findings(devices, driver)),
+    )
+
+
+def _facts(device: Device, measure: bool) -> DeviceFacts:
+    memory = device.memory()
+    return DeviceFacts(
+        name=str(device),
+        description=device.description(),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        measured=measure_speed(device) if measure and device.asynchronous else None,
+    )
+
+
+def _findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+    found = [
+        *_accelerator_findings(devices, driver),
+        *_machine_findings(devices),
+    ]
+    return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+    if len(devices) > 1:
+        slow = [d for d in devices if d.measured and d.measured.overlap_share < 0.5]
+        return [
+            Finding(
+                "note",
+                f"on {device.name} copies hardly overlap compute, so prefetching gains little",
+                "check whether another program uses the GPU (nvidia-smi), then run doctor again",
+            )
+            for device in slow
+        ]
+    if driver is not None:
+        return [
+            Finding(
+                "problem",
+                f"an NVIDIA driver ({driver}) is installed, but this PyTorch "
+                f"(built for {_built_for()}) sees no GPU",
+                "pip install --force-reinstall torch   # a build with CUDA",
+            )
+        ]
+    if _built_for() != "the CPU only":
+        return [
+            Finding(
+                "problem",
+                f"PyTorch was built for {_built_for()}, but no driver answers",
+                "install the GPU driver; in a container, pass the GPU through",
+            )
+        ]
+    return [
+        Finding(
+            "note",
+            "no GPU: every plan runs on the CPU, and none is faster than another",
+            "use a machine with a GPU and a PyTorch built for it",
+        )
+    ]
+
+
+def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
+    found = []
+    if len(devices) > 1 and importlib.util.find_spec("pynvml") is None:
+        found.append(
+            Finding(
+                "note", "GPU utilization cannot be sampled without NVML", "pip install nvidia-ml-py"
+            )
+        )
+    if _SHM.is_dir() and shutil.disk_usage(_SHM).total < _ENOUGH_SHM_BYTES:
+        found.append(
+            Finding(
+                "note",
+                f"shared memory is small ({_gib(shutil.disk_usage(_SHM).total)}): loader workers "
+                "may crash with a bus error",
+                "docker run --shm-size=8g …   # or train with --workers 0",
+            )
+        )
+    if len(devices) == 1 and not _cpu_bf16_works():
+        found.append(
+            Finding(
+                "note",
+                "bf16 crashes PyTorch on this CPU, which reports AMX but does not run it",
+                "export ONEDNN_MAX_CPU_ISA=AVX512_CORE",
+            )
+        )
+    return found
+
+
+def _cpu_bf16_works() -> bool:
+    """Try it in another process, because a failure kills the process."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text(errors="replace"):
+        return True
+    attempt = (
+        "from headrace.child_processes import end_with_parent; "
+        f"end_with_parent({os.getpid()}); "
+        "import torch; x = torch.ones(32, 32, dtype=torch.bfloat16); "
+        "torch.nn.functional.linear(x, x)"
+    )
+    done = subprocess.run(  # noqa: S603 (a fixed command)
+        [sys.executable, "-c", attempt],
+        capture_output=True,
+        check=False,
+        env=child_environment(),
+    )
+    return done.returncode == 0
+
+
+def driver_version() -> str | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _built_for() -> str:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "XPU" if torch.xpu._is_compiled() else "the CPU only"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on. In a container these are often fewer than all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measured_lines(measured: DeviceSpeed) -> list[str]:
+    return [
+        f"host to device {measured.pinned_to_device_gb_per_s:.1f} GB/s pinned, "
+        f"{measured.pageable_to_device_gb_per_s:.1f} pageable",
+        f"device to host {measured.device_to_pinned_gb_per_s:.1f} GB/s pinned",
+        f"copies overlap compute: {measured.overlap_share:.0%}",
+        f"kernel launch {measured.launch_us:.1f} µs of host time",
+    ]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
