@@ -2,7 +2,7 @@
 
     python benchmarks/race_oracle.py [--programs 100000] [--seed 0] [--out results.json]
 
-The programs and the oracle are in tests/support/race_oracle.py: kernels, copies, events, host
+The programs and the oracle are in tests/support/races/race_oracle.py: kernels, copies, events, host
 waits, threads, graphs, collectives, frees and reallocations. A difference is printed with its
 program.
 """
@@ -19,8 +19,8 @@ import torch
 from measuring import header, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support.process_groups import fake_process_group
-from support.race_oracle import patched_once, random_program
+from support.processes.process_groups import fake_process_group
+from support.races.race_oracle import patched_once, random_program
 
 
 def patched(seeds: range) -> Iterator[int]:

@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from parts_first import opened
 
-from support.random_loops import random_loop
-from support.sped_up import train
+from support.graphs.random_loops import random_loop
+from support.graphs.sped_up import train
 
 
 def main() -> None:

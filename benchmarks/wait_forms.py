@@ -2,8 +2,8 @@
 
     python benchmarks/wait_forms.py --out result.json
 
-The table is the tests' own (`tests/support/wait_forms.py`): each form alone and nested, in
-functions, decorators, threads, generators, hooks and so on. "in trace" counts the synchronising
+The table is the tests' own (`tests/support/diagnosis/wait_forms.py`): each form alone and nested,
+in functions, decorators, threads, generators, hooks and so on. "in trace" counts the synchronising
 calls of the driver that PyTorch's profiler saw. A form that waits more often than was found would
 show here, and one that was counted twice.
 """
@@ -25,7 +25,7 @@ from headrace.diagnosis.waits import Wait, watch_waits
 from headrace.text_table import text_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support.wait_forms import Case, Inputs, write_module
+from support.diagnosis.wait_forms import Case, Inputs, write_module
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from headrace.bench.tune import measurer
 from headrace.device import Device, open_device
 from headrace.fake import FakeDevice
 from support import torchvision_ops
-from support.corpora import write_corpus
-from support.devices import needs_cuda
+from support.training.devices import needs_cuda
+from support.translation.corpora import write_corpus
 
 # Temporary files of the tests' own, for their children, too. Locks on the machine are among them:
 # a benchmark that runs beside the tests must not make them wait. Pytest's folders stay where they
@@ -95,7 +95,7 @@ def capturing(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sentences that `support.trainers` trains on."""
+    """A folder with the sentences that `support.translation.trainers` trains on."""
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder

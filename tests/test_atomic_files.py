@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
-from support.crashes import crash_at_each_call
+from support.storage.crashes import crash_at_each_call
 
 def prepare(n):
     folder = Path(sys.argv[2], str(n))
@@ -233,7 +233,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from headrace.atomic_files import build_folder
-from support.crashes import crash_at_each_call
+from support.storage.crashes import crash_at_each_call
 
 def prepare(n):
     folder = Path(sys.argv[2], str(n))

@@ -15,7 +15,7 @@ import torch
 from headrace.device import open_device
 from headrace.translation import ModelSettings, TrainSettings, Translator, greedy
 from support.paths import BENCHMARKS
-from support.trainers import SMALL
+from support.translation.trainers import SMALL
 
 
 @pytest.fixture(scope="module")

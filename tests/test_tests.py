@@ -25,10 +25,10 @@ OTHERS = {
     "engine/test_outputs.py": "engine.py: outputs, on_update and lr",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "fake/test_capture.py": "graphs.py: what a capture refuses",
-    "races/test_cuda_programs.py": "the checker on the programs of support/cuda_programs.txt",
+    "races/test_cuda_programs.py": "the checker on the programs of support/races/cuda_programs.txt",
     "fake/test_fake_cuda.py": "cuda/: what PyTorch says and does inside `fake_cuda()`",
     "fake/test_fake_cuda_programs.py": "cuda/ and the checker on whole programs",
-    "races/test_race_table.py": "checker.py, with the bugs of support/race_table.py",
+    "races/test_race_table.py": "checker.py, with the bugs of support/races/race_table.py",
     "races/test_oracle.py": "the checker against a brute-force oracle, on random programs",
     "fake/test_memory.py": "what lies on the fake device: both modes and the checker together",
     "test_exports.py": "the `__all__` of every room",
@@ -42,7 +42,7 @@ OTHERS = {
 def mirrored() -> list[str]:
     """Every test module that must stand beside what it tests, by its path in `tests`."""
     paths = (path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
-    elsewhere = ("foreign", "scenarios")
+    elsewhere = ("frameworks", "scenarios")
     return sorted(path.as_posix() for path in paths if path.parts[0] not in elsewhere)
 
 
@@ -68,7 +68,7 @@ def test_what_is_listed_is_there_and_needs_to_be(path: str) -> None:
 
 def test_every_folder_has_its_purpose() -> None:
     found = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
-    assert found <= ROOMS | {"foreign", "scenarios", "support"}
+    assert found <= ROOMS | {"frameworks", "scenarios", "support"}
 
 
 def imported_tests(code: str) -> list[str]:
@@ -97,9 +97,9 @@ def test_no_test_imports_another() -> None:
     [
         ("import test_engine", ["test_engine"]),
         ("def f():\n    from engine.test_engine import data", ["engine.test_engine.data"]),
-        ("from foreign import conftest", ["foreign.conftest"]),
+        ("from frameworks import conftest", ["frameworks.conftest"]),
         ("from headrace.fake import FakeDevice", []),
-        ("from support.engines import data", []),
+        ("from support.training.engines import data", []),
     ],
 )
 def test_what_an_import_of_a_test_is(code: str, found: list[str]) -> None:

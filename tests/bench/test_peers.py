@@ -16,7 +16,7 @@ from headrace.bench.works.work import work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
 from headrace.records import BenchResult
-from support.devices import needs_cuda
+from support.training.devices import needs_cuda
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 

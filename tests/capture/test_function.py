@@ -12,7 +12,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.device import Device
-from support.engines import data, loss, make_model, same, weights
+from support.training.engines import data, loss, make_model, same, weights
 
 Loop = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,7 +15,7 @@ import headrace as hr
 from headrace.capture import graphed_model
 from headrace.device import Device
 from headrace.fake import FakeDevice
-from support.sped_up import Made, batch, compare, fused, small
+from support.graphs.sped_up import Made, batch, compare, fused, small
 
 
 def made(

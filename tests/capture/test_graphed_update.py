@@ -11,7 +11,7 @@ import torch
 
 import headrace as hr
 from headrace.device import Device
-from support.sped_up import Made, batch, compare, fused, small
+from support.graphs.sped_up import Made, batch, compare, fused, small
 
 
 def loop(

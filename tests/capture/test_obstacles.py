@@ -12,7 +12,7 @@ from headrace.capture.obstacles import state_obstacle
 from headrace.capture.state import StepState
 from headrace.device import Device
 from headrace.fake import FakeDevice
-from support.engines import make_engine
+from support.training.engines import make_engine
 
 
 def obstacle(

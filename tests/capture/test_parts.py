@@ -16,7 +16,7 @@ import headrace as hr
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
-from support.sped_up import Made, batch, compare, fused, small
+from support.graphs.sped_up import Made, batch, compare, fused, small
 
 
 class Model(nn.Module):

@@ -12,9 +12,9 @@ import pytest
 from headrace import atomic_files
 from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
-from support.checkpoints import SAVES, contents, example, flip, names, same
-from support.forked import run_python
 from support.paths import TESTS
+from support.processes.forked import run_python
+from support.storage.checkpoints import SAVES, contents, example, flip, names, same
 
 # --- crashes --------------------------------------------------------------------------------------
 
@@ -25,8 +25,8 @@ import shutil, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from headrace.checkpoint import save_checkpoint
-from support.checkpoints import SAVES, example
-from support.crashes import crash_at_each_call
+from support.storage.checkpoints import SAVES, example
+from support.storage.crashes import crash_at_each_call
 
 for name, (steps, step) in SAVES.items():
     before = Path(sys.argv[2], name, "before")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint import folders, latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
-from support.checkpoints import example, flip, names, same, truncate
+from support.storage.checkpoints import example, flip, names, same, truncate
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -25,7 +25,7 @@ from headrace.checkpoint import (
 )
 from headrace.device import Device
 from headrace.errors import CheckpointError
-from support.checkpoints import DTYPES, contents, example, names, raw, same
+from support.storage.checkpoints import DTYPES, contents, example, names, raw, same
 
 
 def round_trip(folder: Path, state: Any) -> Any:

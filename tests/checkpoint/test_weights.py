@@ -15,7 +15,7 @@ from headrace.checkpoint import save_checkpoint, weights_from_file, weights_to_f
 from headrace.checkpoint.tensor_file import DTYPE_NAMES
 from headrace.device import Device
 from headrace.errors import CheckpointError
-from support.checkpoints import DTYPES, names, on, raw, same, truncate
+from support.storage.checkpoints import DTYPES, names, on, raw, same, truncate
 
 
 def test_weights_round_trip(tmp_path: Path, device: Device) -> None:

@@ -21,7 +21,7 @@ from headrace.checkpoint import (
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
 from headrace.fake import Costs, FakeDevice
-from support.checkpoints import contents, names, on
+from support.storage.checkpoints import contents, names, on
 
 
 def test_weights_may_be_overwritten_right_after_a_save(tmp_path: Path, device: Device) -> None:

@@ -23,9 +23,9 @@ from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 from headrace.progress import StatusLine
 from headrace.records import BenchResult
-from support.devices import needs_cuda
-from support.forked import HEADRACE, Forked, run_python
-from support.terminals import Terminal, new_console
+from support.processes.forked import HEADRACE, Forked, run_python
+from support.processes.terminals import Terminal, new_console
+from support.training.devices import needs_cuda
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
 SMALL = ["--set", "batch=4", "--set", "width=8", "--set", "layers=1"]

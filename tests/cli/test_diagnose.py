@@ -16,8 +16,8 @@ from headrace import diagnosis
 from headrace.cli import app
 from headrace.errors import ProgramError
 from headrace.records import DiagnosisResult
-from support.made_traces import Loop
-from support.trace_files import STACK, calls_and_work, profiler_steps, reads, write_trace
+from support.diagnosis.made_traces import Loop
+from support.diagnosis.trace_files import STACK, calls_and_work, profiler_steps, reads, write_trace
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.errors import CorpusError
 from headrace.translation import TrainSettings, prepared_for
-from support.saved_runs import write_run
+from support.storage.saved_runs import write_run
 
 
 def test_sentences_longer_than_in_training_are_counted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cli.output import OwnStderr, end_program, print_result
 from headrace.errors import HeadraceError
-from support.full_disk import FullDisk
+from support.storage.full_disk import FullDisk
 
 
 def test_a_result_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from headrace.device import available_devices
 from headrace.plan import PRESETS
 from headrace.schema import Checked
 from headrace.translation import SECTIONS, TrainSettings
-from support.forked import HEADRACE, run_python
+from support.processes.forked import HEADRACE, run_python
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

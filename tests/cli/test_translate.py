@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.cli.translate import translate as translate_command
 from headrace.errors import HeadraceError
-from support.full_disk import FullDisk
-from support.saved_runs import write_run
+from support.storage.full_disk import FullDisk
+from support.storage.saved_runs import write_run
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from headrace.data import BatchCache, Prefetcher, batch_leaves, prefetch, rebuil
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
 from headrace.fake import Costs, FakeDevice
-from support.batches import MovesItself, Pair, Sample, nested
+from support.training.batches import MovesItself, Pair, Sample, nested
 
 
 def numbers(count: int, *shape: int) -> list[torch.Tensor]:

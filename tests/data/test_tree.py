@@ -19,7 +19,7 @@ from headrace.data import (
     other_attributes,
     rebuild_batch,
 )
-from support.batches import MovesItself, Pair, Sample, nested
+from support.training.batches import MovesItself, Pair, Sample, nested
 
 
 class Extra(dict[str, Any]):

@@ -10,8 +10,8 @@ import torch
 
 from headrace.device import Device, open_device
 from headrace.fake import fake_cuda
-from support.captures import line
-from support.devices import needs_cuda
+from support.graphs.captures import line
+from support.training.devices import needs_cuda
 
 
 @pytest.fixture(params=["imitated", needs_cuda])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
 from headrace.diagnosis.torch_calls import TorchCall, TorchCallKind
 from headrace.diagnosis.trace import Call, StepTrace, Work, host_segments
-from support.made_traces import MS, US, Loop, Machine
+from support.diagnosis.made_traces import MS, US, Loop, Machine
 
 PLAIN = Loop()
 

@@ -21,7 +21,7 @@ from headrace.diagnosis.trace import Call
 from headrace.diagnosis.waits import Wait
 from headrace.records import DiagnosisResult, Environment, LineRecord
 from headrace.report.diagnosis_page import diagnosis_page
-from support.made_traces import MS, US, Loop
+from support.diagnosis.made_traces import MS, US, Loop
 
 
 def wait(line: int, form: str = "item") -> Wait:

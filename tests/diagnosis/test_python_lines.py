@@ -9,7 +9,7 @@ import pytest
 
 from headrace.diagnosis.python_lines import Place, Sample, python_lines, sampled_lines
 from headrace.diagnosis.trace import host_segments
-from support.made_traces import MS, US, Loop
+from support.diagnosis.made_traces import MS, US, Loop
 
 
 def logged() -> None:

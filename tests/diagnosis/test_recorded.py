@@ -15,8 +15,8 @@ from headrace.diagnosis.trace import StepTrace
 from headrace.diagnosis.what_if import NO_WAITS, Replay
 from headrace.errors import ProgramError
 from headrace.records import DiagnosisResult
-from support.made_traces import MS, US, Loop, Machine
-from support.trace_files import (
+from support.diagnosis.made_traces import MS, US, Loop, Machine
+from support.diagnosis.trace_files import (
     AUTOGRAD,
     STACK,
     Event,

@@ -21,7 +21,7 @@ from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError, RaceError
 from headrace.fake import fake_cuda
-from support.made_traces import Loop
+from support.diagnosis.made_traces import Loop
 
 FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)
 WINDOWS = 13  # how many steps they have, with one to find out what a step is

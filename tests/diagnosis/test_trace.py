@@ -7,7 +7,7 @@ from typing import Any
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.torch_calls import TorchCall
 from headrace.diagnosis.trace import read_trace
-from support.made_traces import US, Loop
+from support.diagnosis.made_traces import US, Loop
 
 THREAD, AUTOGRAD, LOADER = 100, 101, 102
 

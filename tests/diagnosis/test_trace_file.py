@@ -16,8 +16,8 @@ from headrace.diagnosis.trace_file import (
     trace_paths,
 )
 from headrace.errors import ProgramError
-from support.made_traces import US, Loop
-from support.trace_files import (
+from support.diagnosis.made_traces import US, Loop
+from support.diagnosis.trace_files import (
     AUTOGRAD,
     calls_and_work,
     profiler_steps,

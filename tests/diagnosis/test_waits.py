@@ -20,7 +20,7 @@ from headrace.device import Device, open_device
 from headrace.diagnosis import waits as waits_module
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.fake import fake_cuda
-from support.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
+from support.diagnosis.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
 
 
 @contextmanager

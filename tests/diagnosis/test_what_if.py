@@ -17,7 +17,7 @@ from headrace.diagnosis.what_if import (
     Change,
     Replay,
 )
-from support.made_traces import MS, US, Loop, Machine
+from support.diagnosis.made_traces import MS, US, Loop, Machine
 
 loops = st.builds(
     Loop,

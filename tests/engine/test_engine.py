@@ -21,7 +21,16 @@ from headrace.engine import engine as engine_module
 from headrace.errors import PlanError, StepError
 from headrace.fake import Costs, FakeDevice
 from headrace.plan import PRESETS, Plan
-from support.engines import EAGER, data, loss, make_engine, make_model, plain_loop, same, weights
+from support.training.engines import (
+    EAGER,
+    data,
+    loss,
+    make_engine,
+    make_model,
+    plain_loop,
+    same,
+    weights,
+)
 
 
 class TestDevice:

@@ -22,8 +22,8 @@ from headrace.engine import Engine
 from headrace.errors import LoaderError, StepError
 from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from support.engines import bad_batches, data, loss, make_model, same, weights
-from support.loaders import (
+from support.training.engines import bad_batches, data, loss, make_model, same, weights
+from support.training.loaders import (
     BATCHES,
     LOADERS,
     Augmented,
@@ -35,7 +35,7 @@ from support.loaders import (
     own_generator,
     pairs,
 )
-from support.resumed_engines import losses_of, new, pending_in, seeded, stopped
+from support.training.resumed_engines import losses_of, new, pending_in, seeded, stopped
 
 
 class Steps:

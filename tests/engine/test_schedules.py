@@ -1,4 +1,4 @@
-"""Which schedulers an engine accepts. (Those of timm and transformers are in tests/foreign.)"""
+"""Which schedulers an engine accepts. (Those of timm and transformers are in tests/frameworks.)"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 import headrace as hr
 from headrace.device import Device
-from support.engines import EAGER, data, loss, make_engine, make_model
+from support.training.engines import EAGER, data, loss, make_engine, make_model
 
 
 @pytest.mark.parametrize("on_nonfinite", ["report", "skip"])

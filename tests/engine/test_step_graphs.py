@@ -23,8 +23,8 @@ from headrace.engine.step_graphs import StepGraphs
 from headrace.fake import Costs, FakeDevice
 from headrace.parallel import Ranks
 from headrace.plan import Plan
-from support.devices import needs_cuda
-from support.engines import data, loss, make_engine, make_model, same, weights
+from support.training.devices import needs_cuda
+from support.training.engines import data, loss, make_engine, make_model, same, weights
 
 GRAPH = Plan.preset("graph")
 

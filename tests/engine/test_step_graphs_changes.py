@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.errors import StepError
 from headrace.fake import FakeDevice
 from headrace.plan import Plan
-from support.engines import data, loss, make_model, same, weights
+from support.training.engines import data, loss, make_model, same, weights
 
 GRAPH = Plan.preset("graph").replace(graph_after=1)
 Optimizer = Callable[[Any], torch.optim.Optimizer]

@@ -17,8 +17,8 @@ from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
 from headrace.fake import Costs, FakeDevice
-from support.engines import EAGER, data, loss, make_model, same, weights
-from support.scheduled_engines import BATCHES, make, uninterrupted
+from support.training.engines import EAGER, data, loss, make_model, same, weights
+from support.training.scheduled_engines import BATCHES, make, uninterrupted
 
 
 def clone(state: Any) -> Any:

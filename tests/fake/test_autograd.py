@@ -8,7 +8,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from headrace.fake import FakeDevice, fake_cuda
-from support.race_cases import split
+from support.races.race_cases import split
 
 
 def test_gradients_meet_at_a_leaf() -> None:

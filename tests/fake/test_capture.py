@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import CaptureError
 from headrace.fake import FakeDevice
-from support.captures import TrainedModel, line, on, same
+from support.graphs.captures import TrainedModel, line, on, same
 
 
 def host_index(value: torch.Tensor) -> object:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from headrace.fake import FakeDevice, fake_cuda
-from support.process_groups import gloo_process_group
+from support.processes.process_groups import gloo_process_group
 
 
 @pytest.fixture(autouse=True)

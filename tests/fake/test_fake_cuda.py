@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.errors import DeviceError, NotImitatedError, RaceError
 from headrace.fake import FakeCuda, fake_cuda
-from support.captures import line
+from support.graphs.captures import line
 
 
 class Keeper:

@@ -12,7 +12,7 @@ import torch
 
 from headrace.device import Graph
 from headrace.fake import FakeDevice, fake_cuda
-from support.captures import on
+from support.graphs.captures import on
 
 Capture = Callable[[Callable[[], Any]], tuple[Graph, Any]]
 

@@ -13,7 +13,7 @@ import torch
 from headrace.device import CaptureQuery
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.fake import Costs, FakeDevice
-from support.captures import TrainedModel, line, on, same
+from support.graphs.captures import TrainedModel, line, on, same
 
 
 class TestCapture:

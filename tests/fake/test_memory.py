@@ -14,7 +14,7 @@ import torch
 from headrace.errors import DeviceError, DeviceMismatchError
 from headrace.fake import FakeDevice
 from headrace.races.layout import Layout
-from support.race_cases import split
+from support.races.race_cases import split
 
 
 class TestMemory:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.errors import RunError
 from headrace.lifecycle import RunFolder
 from headrace.lifecycle import folder as run_folder
-from support.run_folders import create_many
+from support.storage.run_folders import create_many
 
 spawning = multiprocessing.get_context("spawn")
 needs_flock = pytest.mark.skipif(find_spec("fcntl") is None, reason="needs flock")

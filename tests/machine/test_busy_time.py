@@ -23,7 +23,7 @@ from headrace.machine import BusyWindow
 from headrace.machine.busy_time import BusyTracer
 from headrace.translation import TrainSettings
 from headrace.translation.observers import batches_left
-from support.engines import data, make_engine
+from support.training.engines import data, make_engine
 
 MS = 1_000_000
 

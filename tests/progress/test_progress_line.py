@@ -17,7 +17,7 @@ from headrace.data import Cursor
 from headrace.device import LedgerStatistics
 from headrace.engine import DeferredValues, EpochResult, EpochStatistics, Progress
 from headrace.progress import Gauges, ProgressLine
-from support.terminals import Terminal, new_console
+from support.processes.terminals import Terminal, new_console
 
 GAUGES = Gauges(9 << 29, 0.01, 0.04, 0.97)
 log = logging.getLogger("headrace")

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from headrace.progress import StatusLine
-from support.terminals import Terminal, new_console
+from support.processes.terminals import Terminal, new_console
 
 log = logging.getLogger("headrace")
 

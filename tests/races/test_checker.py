@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from headrace.fake import FakeDevice
-from support import race_cases
+from support.races import race_cases
 
 
 def marked_line(case: race_cases.Case, mark: str) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from headrace.fake import fake_cuda
 from headrace.races import Race
-from support.cuda_programs import PROGRAMS, run_text
+from support.races.cuda_programs import PROGRAMS, run_text
 
 
 @pytest.mark.filterwarnings("ignore")

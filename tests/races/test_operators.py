@@ -10,7 +10,7 @@ import torch
 
 from headrace.device import chrome_trace
 from headrace.fake import FakeDevice, fake_cuda
-from support.host_waits import CASES, Case, Inputs
+from support.races.host_waits import CASES, Case, Inputs
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

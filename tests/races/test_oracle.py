@@ -9,8 +9,8 @@ import pytest
 
 from headrace.fake import dispatch_mode, streams
 from headrace.races import checker, layout
-from support.process_groups import fake_process_group
-from support.race_oracle import patched_once, random_program
+from support.processes.process_groups import fake_process_group
+from support.races.race_oracle import patched_once, random_program
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,9 +10,9 @@ import torch
 
 from headrace.device import open_device
 from headrace.fake import FakeDevice
-from support import race_cases
-from support.race_oracle import patched_once
-from support.race_table import CASES, Case
+from support.races import race_cases
+from support.races.race_oracle import patched_once
+from support.races.race_table import CASES, Case
 
 GROUPS = [list(cases) for _, cases in groupby(CASES, key=lambda case: case.group)]
 

@@ -26,7 +26,7 @@ from headrace.translation.corpus.packed import (
     packed_size,
 )
 from headrace.translation.corpus.vocabulary import EOS, PAD
-from support.id_pairs import random_pairs
+from support.translation.id_pairs import random_pairs
 
 SMALL = ModelSettings(16, 4, 2, 2, 24, 0.0, max_length=30)
 VOCABULARY, LONGEST = 17, 12

@@ -15,7 +15,7 @@ from headrace.fake import FakeDevice
 from headrace.parallel import SINGLE
 from headrace.plan import LoaderPlan
 from headrace.translation import TrainSettings, build
-from support.id_pairs import random_pairs
+from support.translation.id_pairs import random_pairs
 
 LARGE: dict[str, Any] = {"plan": "max", "tokens": 10_000}
 

@@ -20,7 +20,7 @@ from headrace.translation import (
     export_ctranslate2,
 )
 from support.paths import ROOT
-from support.saved_runs import write_run
+from support.storage.saved_runs import write_run
 
 
 @pytest.fixture(scope="module")

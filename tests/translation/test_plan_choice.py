@@ -17,8 +17,8 @@ from headrace.translation import Trainer, TrainSettings, plan_choice, prepared_f
 from headrace.translation.build import build_run, why_padded
 from headrace.translation.plan_choice import PlanChoice, choose_plan
 from headrace.translation.run_size import parameter_count, planned_parameters
-from support.id_pairs import random_pairs
-from support.trainers import SMALL, new
+from support.translation.id_pairs import random_pairs
+from support.translation.trainers import SMALL, new
 
 # Under `graph`, a batch takes an estimated 14 ms: packed batches pay for compiling from 90 s on,
 # padded ones from 580 s on.

@@ -29,7 +29,7 @@ from headrace.translation.run_size import (
 )
 from headrace.translation.settings import time_text
 from support.paths import BENCHMARKS
-from support.trainers import SMALL
+from support.translation.trainers import SMALL
 
 
 def test_the_preset_follows_device_and_corpus() -> None:

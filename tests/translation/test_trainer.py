@@ -29,8 +29,8 @@ from headrace.translation.corpus.batches import BatchPlan
 from headrace.translation.corpus.packed import PackedPlan
 from headrace.translation.trainer import EpochLoss
 from headrace.translation.weights import load_weights
-from support.forked import run_python
-from support.trainers import SMALL, new, weights_of
+from support.processes.forked import run_python
+from support.translation.trainers import SMALL, new, weights_of
 
 # Runs a trainer in a process of its own that dies, as if by SIGKILL, after so many batches.
 DIES = """

@@ -23,7 +23,7 @@ from headrace.translation.corpus.packed import (
     PackedSize,
     packed_size,
 )
-from support.id_pairs import random_pairs, write_pairs
+from support.translation.id_pairs import random_pairs, write_pairs
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 60)), min_size=1, max_size=200)
 

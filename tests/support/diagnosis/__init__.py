@@ -1,0 +1,1 @@
+"""Traces, and code that makes the host wait."""

@@ -1,0 +1,1 @@
+"""Steps that are captured, and values that change under a graph."""

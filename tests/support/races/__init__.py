@@ -1,0 +1,1 @@
+"""Stream bugs, and what finds them."""

@@ -1,0 +1,1 @@
+"""Checkpoints and run folders, and ways to lose them."""

@@ -1,0 +1,1 @@
+"""Models, batches, loaders and engines."""

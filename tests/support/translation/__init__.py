@@ -1,0 +1,1 @@
+"""Small corpora and runs of the trainer."""
