@@ -76,8 +76,7 @@ class Watch:
 def test_a_rank_that_lost_another_exits_with_1_and_says_how_to_resume(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], watch: Any, said: str
 ) -> None:
-    monkeypatch.setattr(torchrun.os, "_exit", sys.exit)
-    monkeypatch.setattr(torchrun, "kill_children", lambda: None)
+    monkeypatch.setattr(torchrun, "exit_with_children", sys.exit)
     ranks = Ranks()
     ranks.resume_command = "headrace train --resume runs/train/exp"
     with pytest.raises(SystemExit) as ended:
@@ -91,8 +90,7 @@ def test_a_rank_that_lost_another_exits_with_1_and_says_how_to_resume(
 def test_a_rank_ends_with_the_exit_code_of_its_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torchrun.os, "_exit", sys.exit)
-    monkeypatch.setattr(torchrun, "kill_children", lambda: None)
+    monkeypatch.setattr(torchrun, "exit_with_children", sys.exit)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     typed_wrong = RanksError("no such plan")
     typed_wrong.exit_code = 2

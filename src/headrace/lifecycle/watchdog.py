@@ -11,7 +11,6 @@ do, and the stack of each thread. It is repeated after each further `after_s` se
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import TextIO
 import psutil
 import torch
 
-from headrace.child_processes import kill_children
+from headrace.child_processes import exit_with_children
 from headrace.device import Device, open_device
 
 log = logging.getLogger("headrace")
@@ -50,7 +49,7 @@ class Watchdog:
         abort: bool = False,
         clock: Callable[[], float] = time.monotonic,
         stream: TextIO | None = None,
-        leave: Callable[[int], object] = os._exit,
+        leave: Callable[[int], object] = exit_with_children,
     ) -> None:
         self._device, self._after_s, self._file = open_device(device), after_s, file
         self._abort, self._clock, self._stream, self._leave = abort, clock, stream, leave
@@ -96,7 +95,6 @@ class Watchdog:
         with suppress(OSError, ValueError):  # the terminal is gone; the process must end even so
             print(text, file=self._stream or sys.stderr, flush=True)
         if self._abort:
-            kill_children()
             self._leave(HUNG)
         return True
 

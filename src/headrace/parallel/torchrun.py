@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from headrace.child_processes import kill_children
+from headrace.child_processes import exit_with_children
 from headrace.device import Ledger, available_devices
 from headrace.errors import DeviceNotFoundError, HeadraceError, RanksError
 from headrace.parallel.rank_watch import RankWatch, show_error
@@ -147,19 +147,18 @@ def _exit_failed(ranks: Ranks, watch: RankWatch | None, problem: BaseException) 
     _exit_now(problem.exit_code if isinstance(problem, HeadraceError) else 1)
 
 
+def _exit_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_with_children(code)  # a loader's workers
+
+
 def _lost_rank_text(ranks: Ranks, watch: RankWatch | None, problem: BaseException) -> str:
     who = "another rank has ended or does not answer"
     if watch is not None and watch.ended:
         who = f"ended: rank {', '.join(map(str, watch.ended))}"
     text = f"{who}; see its own error, or torchrun's summary below ({_first_line(problem)})"
     return _with_resume(text, ranks)
-
-
-def _exit_now(code: int) -> NoReturn:
-    kill_children()  # a loader's workers
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _is_lost_rank(problem: BaseException) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +26,7 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
-from headrace.child_processes import kill_children
+from headrace.child_processes import exit_with_children
 from headrace.data import end_workers, loader_error
 from headrace.device import Device, Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult, compiler_loading
@@ -935,8 +934,7 @@ def _close_unneeded(writer: CheckpointWriter) -> None:
 def exit_after_grace(grace_s: float, folder: RunFolder, show: Callable[[str], object]) -> None:
     """End the process, because the run has not stopped within the grace time after SIGTERM."""
     show(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
-    kill_children()
-    os._exit(128 + signal.SIGTERM)
+    exit_with_children(128 + signal.SIGTERM)
 
 
 @contextmanager

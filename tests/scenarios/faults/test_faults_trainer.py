@@ -443,8 +443,7 @@ class TestStopping:
     ) -> None:
         codes: list[int] = []
         told: list[str] = []
-        monkeypatch.setattr(os, "_exit", codes.append)
-        monkeypatch.setattr("headrace.translation.trainer.kill_children", lambda: None)
+        monkeypatch.setattr("headrace.translation.trainer.exit_with_children", codes.append)
         exit_after_grace(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]
