@@ -13,6 +13,8 @@ from hypothesis import given
 
 from headrace.data import (
     batch_leaves,
+    flatten_batch,
+    is_plain_object,
     is_plain_tensor,
     measure_leaves,
     moves_itself,
@@ -160,3 +162,45 @@ def test_any_nesting_survives(batch: Any) -> None:
     leaves = list(batch_leaves(batch))
     assert repr(rebuild_batch(batch, leaves)) == repr(batch)
     assert len(list(batch_leaves(doubled(batch)))) == len(leaves)
+
+
+class Cached:
+    """An object of which nothing is known."""
+
+    def __init__(self, *layers: Any) -> None:
+        self.layers, self.name = layers, "a"
+
+
+def test_plain_objects_are_looked_into_if_asked() -> None:
+    inner = Cached(ONE)
+    batch = {"cache": Cached(inner, ONE), "again": inner}
+    assert flatten_batch(batch) == []
+    leaves = flatten_batch(batch, objects=True)
+    assert all(leaf is ONE for leaf in leaves)
+    assert len(leaves) == 2
+    result = rebuild_batch(batch, [ONE + 1, ONE + 2], objects=True)
+    assert result["cache"] is not batch["cache"]
+    assert result["again"] is result["cache"].layers[0]
+    assert result["again"].layers[0][0] == 2
+    assert result["cache"].layers[1][0] == 3
+    assert result["cache"].name == "a"
+    assert batch["cache"].layers == (inner, ONE)
+
+
+def test_an_object_that_holds_itself_is_looked_into_once() -> None:
+    batch = Cached(ONE)
+    batch.layers = (batch, ONE)
+    assert len(flatten_batch(batch, objects=True)) == 1
+    result = rebuild_batch(batch, [ONE + 1], objects=True)
+    assert result.layers[0] is result
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{}, [], Sample(ONE, ["a"]), MovesItself(), torch.nn.Linear(1, 1), Cached, iter([]), object(),
+     len, type("Slotted", (), {"__slots__": ("x",)})(), ValueError("a"),
+     type("Ends", (), {"__del__": lambda self: None})()],
+)  # fmt: skip
+def test_what_is_no_plain_object(part: Any) -> None:
+    assert not is_plain_object(part)
+    assert is_plain_object(Cached())

@@ -275,3 +275,22 @@ class TestWhatIsShared:
         del graph, graphs
         gc.collect()
         assert device.memory().allocated == before
+
+
+def test_indices_in_another_pool_are_no_garbage_to_a_capture() -> None:
+    """PyTorch computes during a capture, on the CPU, and would refuse a class of -1."""
+    with FakeDevice() as device:
+        x, classes = (torch.ones(2, 3, device=device.torch_device) for _ in range(2))
+        x.requires_grad_()
+
+        def forward() -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(x, classes[:, 0].long() + 1)
+
+        first, loss = device.capture(forward, device.graph_pool())
+        second, gradients = device.capture(
+            lambda: torch.autograd.grad(loss, [x]), device.graph_pool()
+        )
+        first.replay()
+        second.replay()
+        expected = torch.autograd.grad(forward(), [x])
+        assert torch.equal(gradients[0], expected[0])

@@ -34,7 +34,7 @@ from headrace.capture.gradients import GradientBuffers, captures_keep_buffers
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.module_guards import CodeGuards, ModuleGuards
 from headrace.capture.obstacles import state_obstacle
-from headrace.capture.outputs import Outputs, addresses, own_tensors
+from headrace.capture.outputs import Outputs, addresses, own_tensors, require_plain
 from headrace.capture.recheck import Recheck
 from headrace.capture.report import describe_failure, join_reasons
 from headrace.capture.state import StepState, settings_of_pytorch
@@ -574,6 +574,7 @@ class GraphedModel:
         for real, alias in zip(self._parameters, aliases, strict=True):
             given[id(alias)] = functools.partial(_same, real)
         given |= {id(one): functools.partial(_same, one) for one in guards.buffers}
+        require_plain(result)
         outputs = Outputs(result, given, addresses([*own, *guards.tensors]))
         del result
         places = [at for at, leaf in enumerate(leaves) if device.holds(leaf)]

@@ -7,8 +7,11 @@ tensor, and tensors that share memory still do.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +19,13 @@ import numpy
 import torch
 
 from headrace.capture.nested import parts_of
-from headrace.data import flatten_batch, rebuild_batch
+from headrace.data import flatten_batch, is_plain_object, rebuild_batch
 from headrace.errors import CaptureError
 
 # Tensors, and values that a replay may return as they were.
 _PLAIN = (
     *(torch.Tensor, enum.Enum, bool, int, float, complex, str, bytes, type(None)),
-    *(torch.dtype, torch.device),
+    *(torch.dtype, torch.device, type),
 )
 # Above this many elements, tensors whose memory overlaps in part count as one and the same.
 _MAX_COMPARED = 1 << 26
@@ -38,7 +41,7 @@ class _Block:
 
 
 class Outputs:
-    """The tensors that a captured model made and returned, numbered.
+    """The tensors that a captured model made and returned, numbered. `require_plain` has passed.
 
     `given` are the captured arguments and weights, each with what the caller knows in its place: a
     function of the arguments' leaves.
@@ -47,8 +50,7 @@ class Outputs:
     def __init__(
         self, result: Any, given: dict[int, Callable[[Sequence[Any]], Any]], known: set[int]
     ) -> None:
-        _require_plain(result)
-        leaves = flatten_batch(result)
+        leaves = flatten_batch(result, objects=True)
         numbers: dict[int, int] = {}
         self._recipe: list[Callable[[Sequence[Any]], Any] | int] = []
         #: What the capture made, without autograd's history.
@@ -89,7 +91,7 @@ class Outputs:
 
     def find(self, result: Any) -> list[torch.Tensor]:
         """The tensors of another result of the same call, by number."""
-        leaves = flatten_batch(result)
+        leaves = flatten_batch(result, objects=True)
         return [leaves[place] for place in self._places_of]
 
     def copies(self) -> list[torch.Tensor]:
@@ -127,20 +129,53 @@ def _places(result: Any) -> Callable[[list[Any]], Any]:
     if kind is dict and all(isinstance(one, torch.Tensor) for one in result.values()):
         keys = list(result)
         return lambda values: dict(zip(keys, values, strict=True))
-    empty = rebuild_batch(result, [torch.empty(0, device="cpu")] * len(flatten_batch(result)))
-    return lambda values: rebuild_batch(empty, values)
+    nothing = [torch.empty(0, device="cpu")] * len(flatten_batch(result, objects=True))
+    empty = rebuild_batch(result, nothing, objects=True)
+    return lambda values: rebuild_batch(empty, values, objects=True)
 
 
-def _require_plain(result: Any) -> None:
-    """Raise if a result has a part that may hold tensors of the capture, and hides them."""
+def require_plain(result: Any) -> None:
+    """Raise if a result has a part that may hold tensors of the capture, and hides them, or an
+    object that the call has not made for its caller alone. Nobody but the caller may hold it."""
     hidden = (one for one in flatten_batch(result) if not isinstance(one, torch.Tensor))
-    for part in (*hidden, *parts_of(result)):
-        if isinstance(part, _PLAIN):
+    objects: dict[int, Any] = {}
+    todo = [*hidden, *parts_of(result)]
+    while todo:
+        part = todo.pop()
+        if id(part) in objects or isinstance(part, _PLAIN):
             continue
+        if not is_plain_object(part):
+            raise CaptureError(
+                f"the model returns a {type(part).__name__}, which may hold tensors that a graph "
+                "would overwrite: return tensors, numbers and strings in tuples, lists, dicts or "
+                "dataclasses"
+            )
+        objects[id(part)] = part
+        todo += parts_of(vars(part))
+    if objects and (kept := _held_elsewhere(result, objects)) is not None:
         raise CaptureError(
-            f"the model returns a {type(part).__name__}, which may hold tensors that a graph would "
-            "overwrite: return tensors, numbers and strings in tuples, lists, dicts or dataclasses"
+            f"the model returns a {type(kept).__name__} that it also keeps, and a graph would "
+            "return a copy: return a new one at each call"
         )
+
+
+def _held_elsewhere(result: Any, objects: dict[int, Any]) -> Any:
+    """One of a result's objects that something outside of the result refers to; None if none."""
+    holders = {id(objects)}
+    todo = [result, *objects.values()]
+    while todo:
+        part = todo.pop()
+        if id(part) not in holders:
+            holders.add(id(part))
+            todo += (one for one in gc.get_referents(part) if _is_container(one))
+    for holder in gc.get_referrers(*objects.values()):
+        if id(holder) not in holders and not isinstance(holder, types.FrameType):
+            return next(one for one in gc.get_referents(holder) if id(one) in objects)
+    return None
+
+
+def _is_container(part: object) -> bool:
+    return isinstance(part, Mapping | list | tuple) or dataclasses.is_dataclass(part)
 
 
 def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Block]:
@@ -212,5 +247,6 @@ def addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
 def own_tensors(result: Any, given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a model's result by number: without those that it was given, each once."""
     known = {id(one) for one in given}
-    leaves = (one for one in flatten_batch(result) if isinstance(one, torch.Tensor))
+    leaves = flatten_batch(result, objects=True)
+    leaves = [one for one in leaves if isinstance(one, torch.Tensor)]
     return list({id(one): one for one in leaves if id(one) not in known}.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,12 @@ from typing import Any
 import torch
 
 _TENSORS = {torch.Tensor}
+
+
+class _Ordinary:
+    """An instance of a class like this has its state in its `__dict__` alone."""
+
+
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -36,23 +43,29 @@ def is_plain_tensor(leaf: Any) -> bool:
 def moves_itself(part: object) -> bool:
     """Whether a part of a batch is a leaf: a tensor, or an object with `.to()`, even if it is also
     a container."""
-    return isinstance(part, torch.Tensor) or callable(getattr(part, "to", None))
+    if isinstance(part, torch.Tensor):
+        return True
+    return callable(getattr(part, "to", None)) and not isinstance(part, type)
+
+
+def is_plain_object(part: object) -> bool:
+    """Whether a part is an instance of an ordinary class, of which nothing more is known: all that
+    it holds is in its `__dict__`."""
+    kind: Any = type(part)
+    return _is_ordinary(kind) and not moves_itself(part)
 
 
 def batch_leaves(batch: Any) -> Iterator[Any]:
     """The leaves of a batch, depth first: everything that can move to a device."""
-    if moves_itself(batch):
-        yield batch
-        return
-    for part in _parts(batch):
-        yield from batch_leaves(part)
+    return _leaves(batch, None)
 
 
-def flatten_batch(batch: Any) -> list[Any]:
-    """The leaves of a batch, as a list."""
+def flatten_batch(batch: Any, *, objects: bool = False) -> list[Any]:
+    """The leaves of a batch, as a list. With `objects` also those in plain objects, each of which
+    is looked into once."""
     if _is_flat(batch):
         return list(batch)
-    return list(batch_leaves(batch))
+    return list(_leaves(batch, set() if objects else None))
 
 
 def batch_tensors(batch: Any) -> list[torch.Tensor]:
@@ -60,12 +73,13 @@ def batch_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in batch_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
-def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
-    """The same batch with new leaves, in the order of `batch_leaves`."""
+def rebuild_batch(batch: Any, new_leaves: Iterable[Any], *, objects: bool = False) -> Any:
+    """The same batch with new leaves, in the order of `flatten_batch`. With `objects` its plain
+    objects are new ones, too."""
     if _is_flat(batch):
         return type(batch)(new_leaves)
     supply = iter(new_leaves)
-    return _rebuild(batch, lambda leaf: next(supply))
+    return _rebuild(batch, lambda leaf: next(supply), {} if objects else None)
 
 
 def other_attributes(batch: Any) -> dict[str, Any]:
@@ -116,20 +130,45 @@ def _parts(batch: Any) -> Iterable[Any]:
     return ()
 
 
-def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
+def _leaves(batch: Any, seen: set[int] | None) -> Iterator[Any]:
+    """`seen` are the plain objects that were looked into; None to look into none."""
+    if moves_itself(batch):
+        yield batch
+        return
+    parts = _parts(batch)
+    if seen is not None and is_plain_object(batch) and id(batch) not in seen:
+        seen.add(id(batch))
+        parts = vars(batch).values()
+    for part in parts:
+        yield from _leaves(part, seen)
+
+
+def _rebuild(batch: Any, change: Callable[[Any], Any], twins: dict[int, Any] | None) -> Any:
+    """`twins` are the plain objects that were made; None to make none."""
     if moves_itself(batch):
         return change(batch)
     if isinstance(batch, Mapping):
-        return _rebuild_mapping(batch, change)
+        return _rebuild_mapping(batch, change, twins)
     if isinstance(batch, list | tuple):
-        return _rebuild_sequence(batch, [_rebuild(part, change) for part in batch])
+        return _rebuild_sequence(batch, [_rebuild(part, change, twins) for part in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # Not dataclasses.replace: it refuses fields with init=False and runs __post_init__ again.
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(twin, field.name, _rebuild(getattr(batch, field.name), change))
+            part = _rebuild(getattr(batch, field.name), change, twins)
+            object.__setattr__(twin, field.name, part)
         return twin
+    if twins is not None and is_plain_object(batch):
+        return _rebuild_object(batch, change, twins)
     return batch
+
+
+def _rebuild_object(batch: Any, change: Callable[[Any], Any], twins: dict[int, Any]) -> Any:
+    if id(batch) not in twins:
+        twins[id(batch)] = twin = object.__new__(type(batch))
+        for name, part in vars(batch).items():
+            vars(twin)[name] = _rebuild(part, change, twins)
+    return twins[id(batch)]
 
 
 def _rebuild_sequence(batch: Any, parts: list[Any]) -> Any:
@@ -145,8 +184,10 @@ def _rebuild_sequence(batch: Any, parts: list[Any]) -> Any:
     return twin
 
 
-def _rebuild_mapping(batch: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
-    changed = {key: _rebuild(value, change) for key, value in batch.items()}
+def _rebuild_mapping(
+    batch: Mapping[Any, Any], change: Callable[[Any], Any], twins: dict[int, Any] | None
+) -> Any:
+    changed = {key: _rebuild(value, change, twins) for key, value in batch.items()}
     if type(batch) is dict:
         return changed
     # A subclass may have another constructor and further attributes: copy the object.
@@ -174,6 +215,20 @@ def _attributes(batch: Any) -> dict[str, Any]:
 def _slots(kind: type) -> tuple[str, ...]:
     members = [item for one in kind.__mro__ for item in vars(one).items()]
     return tuple(name for name, one in members if isinstance(one, types.MemberDescriptorType))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_ordinary(kind: Any) -> bool:
+    containers = (Mapping, list, tuple, torch.nn.Module, type, enum.Enum)
+    return (
+        kind.__basicsize__ == _Ordinary.__basicsize__
+        and kind.__dictoffset__ == _Ordinary.__dictoffset__
+        and kind.__new__ is object.__new__
+        and not issubclass(kind, containers)
+        and not dataclasses.is_dataclass(kind)
+        and not hasattr(kind, "__del__")
+        and not _slots(kind)
+    )
 
 
 def _may_keep_items(attribute: object) -> bool:

@@ -7,6 +7,7 @@ for races, and gives it a place on a virtual clock.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -121,6 +122,7 @@ class FakeDevice(host_threads.Hosts):
         self._entered = 0
         #: How often captures refer to each storage.
         self.captured_references: Counter[int] = Counter()
+        self.graph_pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
         self._streams: dict[str, FakeStream] = {}
         #: Host memory that was pinned after its allocation: the number of bytes, by address.
         self.registered_memory: dict[int, int] = {}
@@ -319,7 +321,9 @@ class FakeDevice(host_threads.Hosts):
                 self.host_waits(dict(view.clock), view.time_ns, name)
 
     def graph_pool(self) -> object:
-        return GraphPool(self)
+        pool = GraphPool(self)
+        self.graph_pools.add(pool)
+        return pool
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         return graphs.capture(self, work, pool)

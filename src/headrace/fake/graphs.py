@@ -109,11 +109,12 @@ class Tape:
         with unobserved():
             random_state = self.device.random_state()
             states = [generator.get_state() for generator in self.generators]
-            # PyTorch computes with what an earlier capture has left, and would complain about
+            # PyTorch computes with what earlier captures have left, and would complain about
             # indices that are garbage.
-            for memory in self.pool.indices():
-                self.save_before_write([memory])
-                memory.zero_()
+            for pool in self.device.graph_pools:
+                for memory in pool.indices():
+                    self.save_before_write([memory])
+                    memory.zero_()
         self._add_stream(self.origin)
         try:
             with self.device.call.changed(tape=self):
