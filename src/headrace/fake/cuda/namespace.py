@@ -116,7 +116,6 @@ def _streams() -> Iterator[Replacement]:
     yield from _all(
         cuda.graphs,
         "a capture records on the fake device",
-        is_current_stream_capturing=lambda: state.device().current_stream().tape is not None,
         graph_pool_handle=lambda: state.device().graph_pool(),
     )
     # `torch.cuda.graph` keeps its stream for the next capture: it must not outlive the block.
@@ -649,7 +648,8 @@ _KEPT = {
         *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
         *("memory_cached", "max_memory_cached", "memory_summary"),
     ),
-    "torch.cuda.graphs": ("graph", "make_graphed_callables"),
+    # The first calls a name that `FakeDevice` and `Device.answering` replace.
+    "torch.cuda.graphs": ("is_current_stream_capturing", "graph", "make_graphed_callables"),
     "torch.cuda.nccl": ("is_available", "version"),
     "torch.cuda.streams": (),
     "torch.cuda.gds": (),
