@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from headrace.capture.backward_watch import accumulate, watch_backwards
 from headrace.capture.cache import signature
 from headrace.capture.gradients import GradientBuffers, captures_keep_buffers
+from headrace.capture.host_draws import HostDraws
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.module_guards import CodeGuards, ModuleGuards
 from headrace.capture.obstacles import state_obstacle
@@ -42,7 +43,7 @@ from headrace.capture.trace import StepTrace, StepTracer, Storage, storages
 from headrace.capture.user_compiled import describe_own_graphs
 from headrace.capture.watch import StepWatch
 from headrace.data import flatten_batch, rebuild_batch
-from headrace.device import Device, Graph, Obstacle, Stream
+from headrace.device import Device, Graph, Obstacle, Stream, torch_draw
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
 
@@ -112,6 +113,8 @@ class CapturedModel:
     outputs: Outputs
     draws: bool
     writes: str | None = None
+    #: What it draws on the host, where it decides something.
+    host_draws: HostDraws | None = None
     backward: Graph | None = None
     with_gradient: list[int] = field(default_factory=list)
     into: list[torch.Tensor] = field(default_factory=list)
@@ -330,6 +333,9 @@ class GraphedModel:
         torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
         with self._device.watch() as obstacles, tracer:
             result = self._run(why, args, kwargs)
+        tracer.trace.host_draws.end()
+        if tracer.trace.host_draws.are_all:
+            obstacles = [one for one in obstacles if one.what != torch_draw().what]
         return result, tracer.trace, obstacles, known | storages(tensors)
 
     def _is_check_due(self, graph: CapturedModel) -> bool:
@@ -541,14 +547,19 @@ class GraphedModel:
         if self._backward_pool is None:
             self._backward_pool = device.graph_pool()
         before = StateBeforeCapture(StepState(device, self._forward, (self.model,), ()))
+        host_draws, host_state = self._watch.host_draws(key), torch.get_rng_state()
         try:
+            if host_draws is not None:
+                host_draws.begin()  # so that the capture decides as the watched run did
             with captures_keep_buffers():
                 graph = self._capture_both(lane.pool, call, leaves, seen)
+            graph.host_draws = host_draws
             before.require_in_place()
         except torch.OutOfMemoryError as problem:
             raise CaptureError("the device has no memory for a graph's inputs") from problem
         finally:
             before.restore()
+            torch.set_rng_state(host_state)
             torch.clear_autocast_cache()
         self._gradients.note_references()
         graph.uses += self._watch.read_by(key)
@@ -642,6 +653,11 @@ class GraphedModel:
 
     def _replay(self, lane: _Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
         device, here = self._device, self._device.current_stream()
+        host_state = None
+        if graph.host_draws is not None:
+            host_state = torch.get_rng_state()
+            if not graph.host_draws.repeat():
+                return self._run("numbers that it draws on the host ask for other work", *call)
         graph.gradients.forget_backward()
         if lane.stream is not here:
             if lane.stream is not None:
@@ -657,7 +673,7 @@ class GraphedModel:
         if graph.backward is not None:
             ticket = _Ticket()
             lane.ticket = weakref.ref(ticket)
-            waiting = _Waiting(self, graph, call, leaves, ticket, random_state)
+            waiting = _Waiting(self, graph, call, leaves, ticket, random_state, host_state)
             numbers = graph.outputs.differentiable
             inputs = (leaves[at] for at in graph.differentiated)
             fresh = _Replayed.apply(  # type: ignore[no-untyped-call]
@@ -780,12 +796,14 @@ class _Waiting:
         leaves: list[Any],
         ticket: _Ticket,
         random_state: torch.Tensor | None,
+        host_state: torch.Tensor | None,
     ) -> None:
         self.owner, self.graph, self.ticket = owner, graph, ticket
         # Dropped when the backward is done: the loop may keep its loss.
         self.call: Any = call
         self.leaves: Any = leaves
         self.random_state = random_state
+        self._host_state = host_state
         self._versions = [one._version if not one.is_inference() else 0 for one in leaves]
         kind = owner._device.torch_device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -832,6 +850,9 @@ class _Waiting:
         kind, dtype, enabled = self._autocast
         if self.random_state is not None:
             device.set_random_state(self.random_state)
+        host_now = torch.get_rng_state()
+        if self._host_state is not None:
+            torch.set_rng_state(self._host_state)
         try:
             with torch.autocast(kind, dtype, enabled):
                 yield
@@ -839,6 +860,8 @@ class _Waiting:
             with torch.no_grad():
                 for one, content in zip(buffers, contents, strict=True):
                     one.copy_(content)
+            if self._host_state is not None:
+                torch.set_rng_state(host_now)
             if now is not None:
                 device.set_random_state(now)
 

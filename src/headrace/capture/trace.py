@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as Storage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from headrace.capture.host_draws import HostDraws
 from headrace.device import CaptureQuery, Device
 from headrace.source_lines import Site, users_line_inside
 
@@ -74,6 +75,7 @@ class StepTrace:
     #: The first line that used a nested tensor, and whether one did.
     nested_at: Site | None = None
     is_nested: bool = False
+    host_draws: HostDraws = field(default_factory=HostDraws)
 
     def difference(self, before: StepTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -186,6 +188,7 @@ class StepTracer(TorchDispatchMode):
                 if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
                     self.trace.touched.add(Storage(value.untyped_storage()))
             result = func(*args, **(kwargs or {}))
+            self.trace.host_draws.record(func, args, kwargs, result)
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._record_made(value, on_device)
@@ -242,7 +245,7 @@ class StepTracer(TorchDispatchMode):
             return True
         if storage in self._returned_to_host:
             return True
-        if tensor.numel() == 1:
+        if tensor.numel() == 1 and tensor not in self.trace.host_draws:
             # A captured kernel freezes a number that it takes from the host.
             with torch._C._DisableTorchDispatch():
                 constants.append(repr(self._device.read_host(tensor.detach().reshape(1, 1))))

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from headrace.capture.host_draws import HostDraws
 from headrace.capture.trace import StepTrace, Storage
 from headrace.device import Obstacle
 
@@ -73,6 +74,11 @@ class StepWatch:
     def read_by(self, key: Hashable) -> list[torch.Tensor]:
         """Tensors that a shape's batches read besides the batch and the `known` ones."""
         return [read.tensor for read in self._agreed[key].read.values()]
+
+    def host_draws(self, key: Hashable) -> HostDraws | None:
+        """What a shape's batches draw on the host; None if nothing."""
+        draws = self._agreed[key].host_draws
+        return draws if draws.are_all else None
 
     def difference(
         self, key: Hashable, trace: StepTrace, obstacles: Sequence[Obstacle], known: set[Storage]
