@@ -217,7 +217,7 @@ _TIMM = (
     *("resnet18", "resnet50", "resnext50_32x4d", "seresnet50", "densenet121", "vgg11_bn"),
     *("mobilenetv3_small_100", "mobilenetv2_100", "efficientnet_b0", "efficientnetv2_rw_t"),
     *("regnety_004", "convnext_atto", "convnextv2_atto", "nfnet_f0", "ghostnet_100", "hrnet_w18"),
-    *("vit_tiny_patch16_224", "deit_tiny_patch16_224", "beit_base_patch16_224", "cait_xxs24_224"),
+    *("vit_tiny_patch16_224", "deit_tiny_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224"),
     *("swin_tiny_patch4_window7_224", "mixer_s16_224", "gmlp_ti16_224", "poolformer_s12"),
     *("maxvit_rmlp_pico_rw_256", "coat_tiny", "levit_128s", "xcit_nano_12_p16_224"),
     *("edgenext_xx_small", "repvgg_a0"),

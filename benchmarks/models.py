@@ -23,27 +23,39 @@ import contextlib
 import copy
 import gc
 import json
+import random
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from measuring import header
 from model_list import LISTED, Listed, loss_of
-from parts_first import opened
 
 import headrace as hr
-from headrace.device import Device, deterministic_kernels
+from headrace.device import Device, deterministic_kernels, open_device
+from headrace.fake import fake_cuda
 from support import torchvision_ops
 
 torchvision_ops.define_missing()  # before torchvision is imported
 COMPARED_STEPS, TIMED_STEPS, ROUNDS = 8, 10, 2
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[Device]:
+    if name == "fake":
+        with fake_cuda(keep_timeline=False) as device:
+            yield device
+    else:
+        yield open_device(name)
 
 
 def moved(value: Any, to: torch.device) -> Any:
@@ -60,6 +72,8 @@ class Training:
     """A plain loop over a model of its own, with the weights of `original`."""
 
     def __init__(self, original: torch.nn.Module, batches: list[Any], device: Device) -> None:
+        random.seed(0)
+        numpy.random.seed(0)
         torch.manual_seed(0)
         self.model = copy.deepcopy(original).to(device.torch_device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
