@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -39,8 +40,7 @@ def main() -> None:
         try:
             text, errors = run.communicate(timeout=arguments.limit_seconds)
         except subprocess.TimeoutExpired:
-            run.kill()
-            text, errors = run.communicate()
+            text, errors = stopped(run)
     tests = {name: outcome.lower() for outcome, name in OUTCOME.findall(text)}
     counts = Counter(tests.values())
     if counts["passed"] + counts["skipped"] < len(tests) or run.returncode:
@@ -50,6 +50,16 @@ def main() -> None:
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     result = {**header("gpu_tests.py"), "exit": run.returncode, "counts": counts, "tests": tests}
     save(arguments.out, result)
+
+
+def stopped(run: subprocess.Popen[str]) -> tuple[str, str]:
+    """End the tests. Interrupted, pytest still writes what has failed and why."""
+    run.send_signal(signal.SIGINT)
+    try:
+        return run.communicate(timeout=15)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        return run.communicate()
 
 
 if __name__ == "__main__":
