@@ -18,12 +18,13 @@ from headrace.capture.capturable_optimizer import (
 from headrace.capture.comparison import same_entries
 from headrace.capture.function import CapturedFunction
 from headrace.capture.guards import GRADIENTS_REPLACED, Guards
+from headrace.capture.known import Known
 from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.parts import PartReport, SpeedUp, SpeedUpReport, speed_up
-from headrace.capture.reading import Known, Reader
+from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.state import StepState, unique
 from headrace.capture.trace import StepTracer, Storage, storages

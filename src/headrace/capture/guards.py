@@ -28,9 +28,10 @@ import torch
 
 from headrace.capture.capturable_optimizer import takes_rates_as_tensors
 from headrace.capture.comparison import Comparison
+from headrace.capture.known import Known
 from headrace.capture.obstacles import hooks_so_far, state_obstacle
 from headrace.capture.places import Place
-from headrace.capture.reading import Known, Reader
+from headrace.capture.reading import Reader
 from headrace.capture.state import StepState
 from headrace.capture.user_compiled import describe_own_graphs
 from headrace.data import host_rng_states, set_host_rng_states

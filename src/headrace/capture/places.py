@@ -127,57 +127,59 @@ class Places:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, Any], Place] = {}
         self._changed_at: dict[int, Site | None] = {}
+        #: The line that is being walked: it reads, or writes, what is added.
+        self.line: Site | None = None
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._found.values())
 
-    def _add(
-        self, kind: str, owner: Any, key: Any, name: str, site: Site | None, of: type | None = None
-    ) -> Place:
+    def reach(self, line: Site | None) -> None:
+        """The walk goes on at this line."""
+        self.line = line
+
+    def _add(self, kind: str, owner: Any, key: Any, name: str, of: type | None = None) -> Place:
         # A class gives another view of its attributes each time.
         place = self._found.get((kind, id(owner if of is None else of), key))
         if place is None:
-            place = Place(kind, owner, key, name, site, of_class=of)
+            place = Place(kind, owner, key, name, self.line, of_class=of)
             place.note()
             self._found[kind, id(owner if of is None else of), key] = place
-        place.read_at = place.read_at or site
+        place.read_at = place.read_at or self.line
         return place
 
-    def entry(
-        self, mapping: Any, key: Any, name: str, site: Site | None, *, kind: type | None = None
-    ) -> None:
+    def entry(self, mapping: Any, key: Any, name: str, *, kind: type | None = None) -> None:
         """An item of a mapping or list, or an attribute in an object's, or a class's, dict."""
-        self._add("entry", mapping, key, name, site, kind)
+        self._add("entry", mapping, key, name, kind)
 
     #: A key that the mapping does not have: it may appear.
     absent = entry
 
-    def attribute(self, owner: Any, name: str, full: str, site: Site | None) -> Any:
+    def attribute(self, owner: Any, name: str, full: str) -> Any:
         """What is read with `owner.name`: a slot, a cell's content. Returns it, or `ABSENT`."""
-        return self._add("attribute", owner, name, full, site).value
+        return self._add("attribute", owner, name, full).value
 
-    def items(self, container: Any, name: str, site: Site | None) -> None:
+    def items(self, container: Any, name: str) -> None:
         """The items of a container."""
-        self._add("items", container, None, name, site)
+        self._add("items", container, None, name)
 
-    def contents(self, value: Any, name: str, site: Site | None) -> None:
+    def contents(self, value: Any, name: str) -> None:
         """The numbers in an array or a tensor on the host."""
         if contents_of(value) is not None:
-            self._add("contents", value, None, name, site)
+            self._add("contents", value, None, name)
 
-    def function(self, function: types.FunctionType, name: str, site: Site | None) -> None:
+    def function(self, function: types.FunctionType, name: str) -> None:
         """A function's code and default arguments."""
         for part in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._add("attribute", function, part, f"{function.__name__}.{part}", site)
+            self._add("attribute", function, part, f"{function.__name__}.{part}")
         if function.__kwdefaults__:
-            self.items(function.__kwdefaults__, f"{function.__name__}.__kwdefaults__", site)
+            self.items(function.__kwdefaults__, f"{function.__name__}.__kwdefaults__")
 
-    def stored(self, owner: Any, key: Any, name: str, site: Site | None) -> None:
+    def stored(self, owner: Any, key: Any, name: str) -> None:
         """Code writes to a place."""
         kind = "attribute" if isinstance(owner, types.CellType) else "entry"
-        self._add(kind, owner, key, name, site).stored_at = site
+        self._add(kind, owner, key, name).stored_at = self.line
 
-    def mark_stored(self, owner: Any, name: str, full: str, site: Site | None) -> None:
+    def mark_stored(self, owner: Any, name: str, full: str) -> None:
         """Code assigns an attribute. Where it is kept was noted when it was looked up."""
         dicts = [getattr(owner, "__dict__", None)]
         if isinstance(owner, torch.nn.Module):
@@ -185,18 +187,18 @@ class Places:
         for one in dicts:
             place = self._found.get(("entry", id(one), name))
             if place is not None:
-                place.stored_at = place.stored_at or site
+                place.stored_at = place.stored_at or self.line
         for key in (("attribute", id(owner), name), ("entry", id(owner), name)):  # a slot, a class
             if (place := self._found.get(key)) is not None:
-                place.stored_at = place.stored_at or site
+                place.stored_at = place.stored_at or self.line
 
     def leave_out(self, key: str) -> None:
         """Compare nothing that has this key: the caller does."""
         self._found = {at: one for at, one in self._found.items() if at[2] != key}
 
-    def changed_at(self, container: Any, site: Site | None) -> None:
+    def changed_at(self, container: Any) -> None:
         """Code changes the items of a container."""
-        self._changed_at.setdefault(id(container), site)
+        self._changed_at.setdefault(id(container), self.line)
 
     def line_of(self, place: Place) -> Site | None:
         """The line that changes a place, else the first one that reads it."""
