@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 
 .PHONY: install demo test check format clean
 
@@ -10,14 +12,22 @@ install: $(STAMP)
 
 # torch is installed first, at its pinned version. The second command would otherwise install the
 # newest build that its version range allows.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,foreign,export]"
+	$(PIP) "setuptools>=77" torch
+	touch $@
+
+$(STAMP): pyproject.toml $(VENV)/.torch
+	$(PIP) --no-build-isolation -e ".[all,dev]"
+	touch $(DEMO_STAMP) $@
+
+# What the demo needs, without the libraries of the tests.
+$(DEMO_STAMP): pyproject.toml $(VENV)/.torch
+	$(PIP) --no-build-isolation -e ".[translate,monitor]"
 	touch $@
 
 # Trains on the built-in corpus, with a GPU or on two CPU cores.
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/headrace train --config demo.yaml --project runs/demo
 
 test: $(STAMP)
@@ -35,6 +45,6 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info

@@ -20,6 +20,7 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── RanksError                  the ranks cannot connect, or do not agree
 ├── CheckpointError             a checkpoint or weight file cannot be written or read
+├── MissingPackageError         an optional package is not installed
 ├── ProgramError                a script cannot be run or diagnosed (also a ValueError)
 ├── BenchError                  a workload, bench setting or result is not valid (also a ValueError)
 │   ├── UnknownWorkError        there is no workload of this name
@@ -152,6 +153,10 @@ class CheckpointError(HeadraceError):
 
 class RanksError(HeadraceError):
     """The ranks of a run could not connect, or do not agree with each other."""
+
+
+class MissingPackageError(HeadraceError):
+    """A command needs a package that is not installed. The message says which extra has it."""
 
 
 class ProgramError(HeadraceError, ValueError):

@@ -109,7 +109,7 @@ def test_unknown_and_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError, match=r"no peer 'lightnin' \(did you mean 'lightning'\?\)"):
         peers_of(["lightnin"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BenchError, match="pip install accelerate"):
+    with pytest.raises(BenchError, match=r"pip install 'headrace\[transformers\]'"):
         peers_of(["accelerate"])
     assert [peer.name for peer in peers_of(["reduce-overhead"])] == ["reduce-overhead"]
 

@@ -183,7 +183,7 @@ def test_what_was_measured_is_printed_even_if_it_cannot_be_written(
 
 def test_missing_peers_say_how_to_get_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(HeadraceError, match="lightning is not installed here"):
+    with pytest.raises(HeadraceError, match="lightning is not installed; run pip install"):
         run("--work", "mlp", "--peers", "lightning")
 
 

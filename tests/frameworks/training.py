@@ -19,7 +19,7 @@ def needs(package: str) -> Any:
     """The package; the tests of a file that needs it are skipped where it is not installed."""
     return pytest.importorskip(
         package,
-        reason=f"{package} is not installed: pip install -c constraints.txt -e '.[dev,foreign]'",
+        reason=f"{package} is not installed: pip install -c constraints.txt -e '.[all,dev]'",
     )
 
 

@@ -232,7 +232,7 @@ def test_tensorboard_that_is_missing_is_said_so(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(RunError, match=r"not installed .*\(pip install tensorboard\)"):
+    with pytest.raises(RunError, match=r"not installed .*pip install 'headrace\[translate\]'"):
         MetricsLog(path, tmp_path / "events")
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.errors import HeadraceError, TranslationError
+from headrace.errors import HeadraceError, MissingPackageError, TranslationError
 from headrace.lifecycle import RunFolder
 from headrace.translation import (
     Comparison,
@@ -130,7 +130,7 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     found = invoke(run, "--out", tmp_path / "model").exception
-    assert isinstance(found, TranslationError)
+    assert isinstance(found, MissingPackageError)
     assert "pip install 'headrace[export]'" in str(found)
 
 

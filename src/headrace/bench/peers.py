@@ -27,6 +27,7 @@ from headrace.data import prefetch
 from headrace.device import Device
 from headrace.engine import autocast
 from headrace.errors import BenchError
+from headrace.extras import install_command
 from headrace.schema import listed, nearest
 
 _LEAD_IN = 3
@@ -53,8 +54,8 @@ def peers_of(named: Sequence[str]) -> list[Peer]:
         peer = PEERS[name]
         if peer.package is not None and importlib.util.find_spec(peer.package) is None:
             raise BenchError(
-                f"peer {name}: {peer.package} is not installed here (pip install {peer.package}), "
-                f"or leave it out of --peers"
+                f"peer {name}: {peer.package} is not installed; run "
+                f"{install_command(peer.package)}, or leave it out of --peers"
             )
         found.append(peer)
     return found

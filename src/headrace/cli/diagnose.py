@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 from headrace.cli.options import AsModule, Json, check_output_file, is_typed
 from headrace.cli.output import OwnStderr, end_program, print_result, results_only
 from headrace.errors import ProgramError, usage_errors
+from headrace.extras import require
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def diagnose(
     The exit code is the script's own, 0 if diagnose ended it, or 3 if a limit of
     --fail-on is exceeded or could not be measured.
     """
+    if html is not None:
+        require("headrace diagnose --html", "jinja2")
     # Set before PyTorch is loaded: the profiler needs them for scripts that replay graphs.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -119,7 +121,6 @@ def diagnose(
         parse_limits,
         text_of,
     )
-    from headrace.report import write_report
 
     with usage_errors():
         for path in filter(None, (out, html)):
@@ -139,7 +140,7 @@ def diagnose(
             of_trace.write(out)
         print_result(of_trace.to_dict(), text_of(of_trace), as_json)
         if html is not None:
-            _write_page(of_trace, html, write_report)
+            _write_page(of_trace, html)
             _tell(f"report: {html}")
         raise typer.Exit(exit_code_of(of_trace, limits, _tell))
     name, *arguments = program
@@ -186,7 +187,7 @@ def diagnose(
             f"the {'module' if module else 'script'}"
         )
     if html is not None:
-        _write_page(result, html, write_report)
+        _write_page(result, html)
         stderr.tell(f"report: {html}")
     if result.exit_code is None:
         stderr.tell(
@@ -200,7 +201,9 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _write_page(result: DiagnosisResult, page: Path, write_report: Callable[..., object]) -> None:
+def _write_page(result: DiagnosisResult, page: Path) -> None:
+    from headrace.report import write_report
+
     with TemporaryDirectory() as folder:
         stored = Path(folder) / "diagnosis.json"
         result.write(stored)

@@ -12,6 +12,7 @@ import typer
 from headrace.cli.options import Beam, Cache, DeviceName, Quiet, Run, Weights
 from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
+from headrace.extras import require
 from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def evaluate(
 
     The signatures that are printed say how sacrebleu computed each score.
     """
+    require("headrace evaluate", "sacrebleu", "sentencepiece")
     from headrace.translation import TrainedModel, prepared_for, read_scored_pairs
 
     with usage_errors():

@@ -11,6 +11,7 @@ import typer
 from headrace.cli.options import Cache, Quiet, Run, Weights, check_output_folder
 from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
+from headrace.extras import require
 from headrace.lifecycle import RunFolder
 from headrace.progress import StatusLine
 
@@ -46,14 +47,14 @@ def export(
     """Export a trained model for other programs.
 
     CTranslate2 translates fast on CPUs and GPUs, without PyTorch. Exporting
-    needs the package ctranslate2: pip install ctranslate2.
+    needs CTranslate2: pip install 'headrace[export]'.
     """
-    from headrace.translation import TrainedModel, export_ctranslate2, require_ctranslate2
+    require("headrace export", "ctranslate2", "sentencepiece")
+    from headrace.translation import TrainedModel, export_ctranslate2
 
     with usage_errors():
         if to not in _FORMATS:
             raise TranslationError(f"--to {to}: expected {' or '.join(_FORMATS)}")
-        require_ctranslate2()
         folder = out or RunFolder.open(run).path / to
         check_output_folder(folder)
         # Both models compute in float32 on the CPU, so that only rounding can differ.

@@ -10,6 +10,7 @@ import typer
 from headrace.cli.options import Cache, Data, note_default_languages
 from headrace.cli.output import print_line
 from headrace.errors import usage_errors
+from headrace.extras import require
 from headrace.progress import StatusLine
 
 EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabulary 16000"
@@ -43,6 +44,7 @@ def prepare(
 
     `headrace train` does this by itself when needed.
     """
+    require("headrace prepare", "sentencepiece")
     from headrace.translation import TrainSettings, check_data, prepared_for
 
     with usage_errors():

@@ -13,6 +13,7 @@ from headrace.atomic_files import replace_file
 from headrace.cli.options import AsModule, Json, Program, check_output_file
 from headrace.cli.output import end_program, print_result, results_only
 from headrace.errors import ReportError, usage_errors
+from headrace.extras import require
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def races(
 
     The exit code is 1 if there are races, else the program's own.
     """
-    with usage_errors():
-        if html is not None:
+    if html is not None:
+        require("headrace races --html", "jinja2")
+        with usage_errors():
             check_output_file(html)
     from headrace.fake import run_program
     from headrace.races import race_page, race_report

@@ -10,6 +10,7 @@ import typer
 
 from headrace.cli.output import print_line
 from headrace.errors import usage_errors
+from headrace.extras import require
 
 EXAMPLE = """\
 Examples:
@@ -45,6 +46,7 @@ def report(
     The report shows the verdict, charts, timelines, losses and waits. It is
     one file that loads nothing from the network.
     """
+    require("headrace report", "jinja2")
     from headrace.report import write_perfetto, write_report
 
     with usage_errors():

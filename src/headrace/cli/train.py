@@ -19,6 +19,7 @@ from headrace.cli.options import (
 from headrace.cli.output import end_program, print_line
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
+from headrace.extras import require
 from headrace.lifecycle import RunFolder
 from headrace.text_table import counted
 from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
@@ -69,6 +70,7 @@ def train(
     defaults. Ctrl-C saves a checkpoint and prints the command that resumes
     the run.
     """
+    require("headrace train", "sentencepiece", "sacrebleu")
     from headrace.parallel import join_ranks
     from headrace.translation import Trainer
 

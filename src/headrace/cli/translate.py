@@ -14,6 +14,7 @@ import typer
 from headrace.cli.options import Beam, DeviceName, Quiet, Run, Weights
 from headrace.cli.output import print_line
 from headrace.errors import TranslationError, usage_errors
+from headrace.extras import require
 from headrace.progress import StatusLine
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def translate(
     long input appear in parts, each as soon as it is translated. Sentences that
     you type on a terminal are translated one by one. Input and files are UTF-8.
     """
+    require("headrace translate", "sentencepiece")
     begun_s = time.monotonic()
     from headrace.translation import TrainedModel
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.device.sensors import SensorReading, Sensors
+from headrace.extras import install_command
 
 
 class NvmlSensors(Sensors):
@@ -80,6 +81,6 @@ def _nvml() -> ModuleType:
     try:
         import pynvml
     except ImportError as problem:
-        raise NvmlAbsent(f"{problem}; pip install nvidia-ml-py") from problem
+        raise NvmlAbsent(f"{problem}; {install_command('pynvml')}") from problem
     module: ModuleType = pynvml
     return module

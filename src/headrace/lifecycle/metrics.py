@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
+from headrace.extras import install_command
 from headrace.text_table import counted
 
 log = logging.getLogger("headrace")
@@ -173,8 +174,8 @@ class _Events:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as problem:
             raise RunError(
-                f"TensorBoard is not installed ({problem}); install it (pip install tensorboard), "
-                "or train with --no-tensorboard"
+                f"TensorBoard is not installed ({problem}); install it with "
+                f"{install_command('tensorboard')}, or train with --no-tensorboard"
             ) from problem
         self._folder = folder
         self._new_writer = SummaryWriter

@@ -18,6 +18,7 @@ import torch
 import headrace
 from headrace.child_processes import child_environment
 from headrace.device import Device, available_devices, open_device
+from headrace.extras import install_command
 from headrace.machine.device_speed import DeviceSpeed, measure_speed
 from headrace.text_table import text_table
 
@@ -175,7 +176,9 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
     if len(devices) > 1 and importlib.util.find_spec("pynvml") is None:
         found.append(
             Finding(
-                "note", "GPU utilization cannot be sampled without NVML", "pip install nvidia-ml-py"
+                "note",
+                "GPU utilization cannot be sampled without NVML",
+                install_command("pynvml"),
             )
         )
     if _SHM.is_dir() and shutil.disk_usage(_SHM).total < _ENOUGH_SHM_BYTES:

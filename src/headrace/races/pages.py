@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jinja2
-
 from headrace.races.findings import Finding
 from headrace.races.history import Moment
 from headrace.races.source import source_line
@@ -54,6 +52,8 @@ class Drawing:
 
 def race_page(findings: Sequence[Finding], title: str = "Stream races") -> str:
     """The whole page. It loads nothing."""
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headrace.races"),
         autoescape=True,

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from headrace.translation.decode import greedy as greedy
     from headrace.translation.export import Comparison as Comparison
     from headrace.translation.export import export_ctranslate2 as export_ctranslate2
-    from headrace.translation.export import require_ctranslate2 as require_ctranslate2
     from headrace.translation.loss import translation_loss as translation_loss
     from headrace.translation.model import EOS as EOS
     from headrace.translation.model import MODEL_PRESETS as MODEL_PRESETS

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headrace.atomic_files import temporary_folder
 from headrace.errors import TranslationError
+from headrace.extras import require
 from headrace.translation.corpus.vocabulary import BOS, EOS, PAD, UNK, Vocabulary
 from headrace.translation.decode import translate_ids
 from headrace.translation.model import Translator
@@ -42,17 +43,6 @@ class Comparison:
         return self.sentences - self.equal <= MAX_DIFFERENT * self.sentences
 
 
-def require_ctranslate2() -> None:
-    """Raise an error that says what to install if CTranslate2 is missing."""
-    try:
-        import ctranslate2  # noqa: F401
-    except ImportError as problem:
-        raise TranslationError(
-            f"exporting needs ctranslate2, which cannot be imported here ({problem}); install it "
-            "with: pip install 'headrace[export]'"
-        ) from problem
-
-
 def export_ctranslate2(
     trained: TrainedModel, out: Path, *, check: Sequence[str] = ()
 ) -> Comparison | None:
@@ -61,7 +51,7 @@ def export_ctranslate2(
     With sentences to `check`, both models translate them first. If too many translations differ,
     `export_ctranslate2` raises an error and writes nothing.
     """
-    require_ctranslate2()
+    require("export_ctranslate2()", "ctranslate2")
     if out.exists():
         raise TranslationError(f"{out}: already exists; expected the path of a new folder")
     try:

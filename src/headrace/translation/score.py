@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from headrace.errors import TranslationError
+from headrace.extras import install_command
 from headrace.records import Scores
 
 __all__ = ["Scores", "score"]
@@ -36,7 +37,9 @@ def score(
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
     except ImportError as problem:
-        raise TranslationError("scores need sacrebleu: pip install sacrebleu") from problem
+        raise TranslationError(
+            f"scores need sacrebleu: {install_command('sacrebleu')}"
+        ) from problem
     tokenize = tokenizer_of(language)
     # `force` turns off the warning about text that looks tokenized.
     bleu = BLEU(tokenize=tokenize, force=True)

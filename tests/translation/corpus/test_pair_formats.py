@@ -203,7 +203,7 @@ def test_zstd_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path = put(tmp_path / "a.tsv.zst", b"\x28\xb5\x2f\xfd" + b"?" * 20)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     assert refused(path) == (
-        f"{path}: is compressed with zstd; run `pip install zstandard`, or decompress it"
+        f"{path}: is compressed with zstd; run pip install 'headrace[translate]', or decompress it"
     )
 
 

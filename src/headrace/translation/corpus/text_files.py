@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CorpusError
+from headrace.extras import install_command
 from headrace.schema import require_regular_file
 
 #: A longer line is malformed: it is no sentence, and could fill the memory.
@@ -130,7 +131,7 @@ def _open_zstd(path: Path, mode: str, **options: Any) -> Any:
         import zstandard
     except ImportError as problem:
         raise CorpusError(
-            f"{path}: is compressed with zstd; run `pip install zstandard`, or decompress it"
+            f"{path}: is compressed with zstd; run {install_command('zstandard')}, or decompress it"
         ) from problem
     frame, parts = None, []
     with path.open("rb") as packed:
