@@ -1,4 +1,4 @@
-"""A stored search: it comes back as it was, and its trials compare in one unit."""
+"""A stored search: it comes back as it was, and its trials are in order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_result_comes_back_from_its_file(content: dict[str, Any], tmp_path: Pa
 
 
 def test_a_bad_field_is_named(content: dict[str, Any]) -> None:
-    content["trials"][1]["rungs"][0]["ms_per_step"] = []
-    message = r"trials\[1\]\.rungs\[0\]\.ms_per_step = \[\]: expected at least one number"
+    content["trials"][1]["runs_ms"] = ["fast"]
+    message = r"trials\[1\]\.runs_ms\[0\] = 'fast': expected a number"
     with pytest.raises(ReportError, match=message):
         TuneResult.from_dict(content)
     content["trials"] = []
@@ -33,12 +33,9 @@ def test_a_bad_field_is_named(content: dict[str, Any]) -> None:
         TuneResult.from_dict(content)
 
 
-def test_trials_with_other_batch_sizes_compare_by_unit(content: dict[str, Any]) -> None:
+def test_the_fastest_is_first_and_what_did_not_run_is_left_out(content: dict[str, Any]) -> None:
     result = TuneResult.from_dict(content)
-    assert (result.pace_unit, result.pace_ms(result.trials[0])) == ("per step", 9.05)
-    for trial, size in zip(content["trials"], (10, 20, 10, 10, 10), strict=True):
-        trial |= {"units_per_step": size, "ms_per_unit": 9.0 / size}
-    result = TuneResult.from_dict(content)
-    assert result.pace_unit == "per thousand tokens"
-    assert next(trial.id for trial, _ in result.measured) == 1
-    assert result.pace_ms(result.trials[1]) == 450.0
+    assert [(trial.id, ms) for trial, ms in result.measured] == [
+        *((1, 8.61), (2, 8.64), (0, 9.05), (3, 34.1))
+    ]
+    assert (result.won, result.start) == (result.trials[1], result.trials[0])

@@ -34,7 +34,7 @@ $ headrace tune --work my_module:make_work --out plan.yaml
 $ headrace train --plan plan.yaml
 """
 _PANELS = {
-    "Search space": ("plans", "workers", "batch_sizes", "memory_cap"),
+    "Search space": ("plans", "workers"),
     "Measurement": ("steps", "repeats", "warmup", "compare", "tolerance", "minutes"),
     "Execution": ("precision", "device", "seed"),
 }
@@ -59,8 +59,8 @@ def tune(
 ) -> None:
     """Find the fastest plan for a workload on this machine.
 
-    The search tries presets, numbers of loader processes, batch sizes and
-    prefetch depths. It drops slow plans early, repeats those that are close and
+    The search tries presets, numbers of loader processes and prefetch
+    depths. It drops slow plans early, repeats those that are close and
     writes the winner as plan.yaml. Ctrl-C ends it with what was measured so far.
     """
     # Set before PyTorch is loaded: the losses of plans are compared, so kernels must be
@@ -77,9 +77,8 @@ def tune(
         given["options"] = parse_set_options(options)
     if "plans" in given:
         given["plans"] = parse_list(given["plans"])
-    for numbers in ("workers", "batch_sizes"):
-        if numbers in given:
-            given[numbers] = _numbers(numbers, given[numbers])
+    if "workers" in given:
+        given["workers"] = _numbers("--workers", given["workers"])
     with usage_errors():
         refuse_plan_variable("tune")
         if out is not None:
@@ -110,11 +109,10 @@ def tune(
         raise typer.Exit(_EXIT_CODES[ended_by])
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(word) for word in parse_list(text) or ()]
     except ValueError:
-        hint = f"--{name.replace('_', '-')}"
         raise typer.BadParameter(
-            f"{text}: expected whole numbers separated by commas", param_hint=hint
+            f"{text}: expected whole numbers separated by commas", param_hint=option
         ) from None

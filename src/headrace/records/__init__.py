@@ -55,7 +55,7 @@ from headrace.records.train import (
     TrainingRun,
     UseLine,
 )
-from headrace.records.tune import Rung, Status, TrialRecord, TuneResult, Winner
+from headrace.records.tune import Status, TrialRecord, TuneResult, Winner
 
 __all__ = [
     "JUDGEMENTS",
@@ -87,7 +87,6 @@ __all__ = [
     "PythonLine",
     "RaceRecord",
     "RacesResult",
-    "Rung",
     "Sample",
     "Score",
     "Scores",

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.result import sentences_of
-from headrace.bench.tune.search import NothingRuns, Outcome, Search, SearchProgress
-from headrace.bench.tune.trials import MIN_NOISE, Measurement, noise_of
+from headrace.bench.tune.search import (
+    MIN_NOISE,
+    Measurement,
+    NothingRuns,
+    Outcome,
+    Search,
+    SearchProgress,
+    noise_of,
+)
 from headrace.device import open_device
 from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, LoaderPlan, Plan
@@ -38,8 +45,7 @@ class Bench:
         self.runs[candidate.name] += 1
         self.steps[candidate.name] += steps
         cost = self.cost(candidate) * (1 + self.noise * self.random.uniform(-1, 1))
-        units = candidate.loader.batch_size or 1
-        return Measurement(cost, units, peak_memory_bytes=1000, took_s=cost * steps / 1e3)
+        return Measurement(cost, peak_memory_bytes=1000, took_s=cost * steps / 1e3)
 
 
 def search(cost: Cost | Bench, space: Space | None = None, **options: Any) -> tuple[Outcome, Bench]:
@@ -59,14 +65,14 @@ class TestFinds:
     def test_the_fastest_preset(self) -> None:
         outcome, _ = search(by_name(pipeline=10.0, event=20.0))
         assert outcome.winner.candidate.name == "pipeline"
-        assert status(outcome)["event"] == status(outcome)["baseline"] == "dropped"
+        assert status(outcome)["event"] == status(outcome)["baseline"] == "slower"
 
     def test_what_is_clearly_behind_runs_once(self) -> None:
         outcome, bench = search(by_name(pipeline=10.0), steps=20)
         assert bench.steps["interval"] == bench.steps["streams4"] == 20
         dropped = next(t for t in outcome.trials if t.candidate.name == "interval")
-        assert dropped.why == "900% behind pipeline over 20 steps"
-        assert dropped.rungs == {20: [100.0]}
+        assert dropped.why == "900.0% behind pipeline"
+        assert dropped.ms == [100.0]
 
     def test_workers_first_where_data_is_what_is_waited_for(self) -> None:
         """With no workers every plan takes as long as the loader; with eight, plans differ."""
@@ -87,15 +93,6 @@ class TestFinds:
         outcome, _ = search(cost)
         assert outcome.winner.candidate.changed["prefetch_depth"] == 8
 
-    def test_batch_size_by_the_unit(self) -> None:
-        """Twice the batch in less than twice the time is faster."""
-
-        def cost(candidate: Candidate) -> float:
-            return 5.0 + (candidate.loader.batch_size or 1) * 0.1
-
-        outcome, _ = search(cost, Space(("baseline",), batch_sizes=(32, 64, 128)))
-        assert outcome.winner.candidate.loader.batch_size == 128
-
     def test_it_starts_with_the_first_preset_where_baseline_is_not_wanted(self) -> None:
         outcome, _ = search(by_name(graph=5.0), Space(("pipeline", "graph")))
         assert outcome.first.candidate.name == "pipeline"
@@ -107,7 +104,7 @@ class TestFinds:
         """Where each field has a factor of its own, the best of the whole grid is found, but for
         what counts as noise each time."""
         factor = st.floats(1.0, 3.0)
-        space = Space(EAGER, workers=(0, 2, 4), prefetch_factor=(2, 4), prefetch_depth=(1, 2, 4))
+        space = Space(EAGER, workers=(0, 2, 4), prefetch_depth=(1, 2, 4))
         draws: dict[tuple[str, Any], float] = {}
 
         def of(name: str, value: Any) -> float:
@@ -118,8 +115,6 @@ class TestFinds:
         def cost(candidate: Candidate) -> float:
             plan, loader = candidate.plan, candidate.loader
             found = of("base", candidate.base) * of("workers", loader.workers or 0)
-            if loader.workers:
-                found *= of("ahead", loader.prefetch_factor or 2)
             return found * of("prefetch_depth", plan.prefetch_depth)
 
         outcome, _ = search(cost, space)
@@ -150,14 +145,14 @@ class TestTies:
         outcome, bench = search(by_name(**ms), repeats=5)
         assert outcome.winner.candidate.name == "event"
         assert status(outcome)["pipeline"] == status(outcome)["streams4"] == "same as winner"
-        assert bench.runs["pipeline"] >= 5  # two short runs, then repeats
+        assert bench.runs["pipeline"] >= 3
 
     def test_close_is_not_the_same(self) -> None:
         outcome, bench = search(by_name(event=10.25, pipeline=10.0), repeats=5)
         assert outcome.winner.candidate.name == "pipeline"
         event = next(t for t in outcome.trials if t.candidate.name == "event")
-        assert (event.status, event.why) == ("kept", "2.5% behind pipeline; noise 1.0%")
-        assert bench.runs["event"] == 2 + 3
+        assert (event.status, event.why) == ("slower", "2.5% behind pipeline")
+        assert bench.runs["event"] == 3
 
     def test_nothing_to_be_gained(self) -> None:
         outcome, _ = search(lambda candidate: 10.0)
@@ -171,7 +166,7 @@ class TestTies:
         def cost(candidate: Candidate) -> float:
             flips[candidate.name] += 1
             # pipeline looks better at first, and is not when it is looked at again.
-            lucky = candidate.base == "pipeline" and flips[candidate.name] <= 2
+            lucky = candidate.base == "pipeline" and flips[candidate.name] <= 3
             return 9.0 if lucky else 10.0
 
         outcome, _ = search(cost, Space(("baseline", "pipeline"), prefetch_depth=()))
@@ -179,8 +174,10 @@ class TestTies:
         assert status(outcome)["pipeline"] == "same as winner"
 
     def test_the_noise_is_that_of_the_runs(self) -> None:
-        assert noise_of([]) == noise_of([[1.0]]) == noise_of([[5.0, 5.0, 5.0]]) == MIN_NOISE
-        assert noise_of([[9.0, 10.0, 11.0]]) == pytest.approx(2 * 1.2533 * 0.1 * (2 / 3) ** 0.5)
+        assert (
+            noise_of([], 1) == noise_of([[1.0]], 1) == noise_of([[5.0, 5.0, 5.0]], 3) == MIN_NOISE
+        )
+        assert noise_of([[9.0, 10.0, 11.0]], 3) == pytest.approx(2 * 1.2533 * 0.1 * (2 / 3) ** 0.5)
 
 
 class TestFailures:
@@ -206,7 +203,7 @@ class TestFailures:
         found = Search(Space(EAGER), measure).run()
         refused = next(t for t in found.trials if t.candidate.name == "pipeline")
         assert refused.status == "failed"
-        assert refused.why == "losses differ from baseline's: step 3: 1.5 instead of 1.4"
+        assert refused.why == "losses differ from the first plan's: step 3: 1.5 instead of 1.4"
         assert found.winner.candidate.name == "baseline"
 
     def test_the_first_must_run(self) -> None:
@@ -234,7 +231,7 @@ class TestFailures:
 
         outcome = Search(Space(EAGER, workers=(0, 2)), measure).run()
         assert outcome.winner.status == "winner"
-        assert outcome.winner.rungs
+        assert outcome.winner.ms
         assert [t.status for t in outcome.trials].count("winner") == 1
 
 
@@ -248,8 +245,6 @@ class TestBudget:
             Candidate(name.split(",")[0], Plan.preset(name.split(",")[0]))
         ) for name in bench.steps) / 1e3  # fmt: skip
         assert spent_s < 15.0 + 8.0  # the run in which it was up is finished
-        kept = {trial.why for trial in outcome.trials if trial.status == "kept"}
-        assert kept == {"the search ended before it was decided"}
 
     def test_without_any_time_the_first_is_all_there_is(self) -> None:
         outcome, bench = search(by_name(pipeline=10.0), budget_s=0.0)
@@ -281,7 +276,7 @@ class TestBudget:
                 candidate.loader.workers
             )
 
-        for budget_s in range(2, 25):  # then the stage is decided, by repeats
+        for budget_s in range(2, 17):  # then the stage is decided, by repeats
             outcome, _ = search(cost, Space(EAGER, workers=(0, 2)), steps=20, budget_s=budget_s)
             assert outcome.ended_by
             assert "workers" not in outcome.winner.candidate.name
@@ -296,7 +291,7 @@ class TestBudget:
         Search(Space(("baseline", "pipeline")), bench, steps=20).run()
         assert bench.steps["pipeline"] >= 400 * bench.runs["pipeline"] > 0
 
-    @pytest.mark.parametrize(("swing", "runs"), [(0.0, 1), (4.0, 5)])
+    @pytest.mark.parametrize(("swing", "runs"), [(0.0, 1), (4.0, 2)])
     def test_on_an_unquiet_machine_less_is_clear(self, swing: float, runs: int) -> None:
         """Where runs of the same differ by a third, a fifth behind is not clearly behind."""
         turns: Counter[str] = Counter()
@@ -320,24 +315,23 @@ class TestBudget:
 
 class TestSpace:
     def test_what_makes_sense_here(self) -> None:
-        cpu = Space.on(open_device("cpu"), 4, frozenset({"workers", "prefetch_factor"}))
+        cpu = Space.on(open_device("cpu"), 4, loads=True)
         assert cpu.presets == EAGER
         assert cpu.workers == (0, 1, 2)
         assert cpu.prefetch_depth == ()  # nothing runs beside the host
-        fake = Space.on(FakeDevice(), 64, frozenset())
+        fake = Space.on(FakeDevice(), 64, loads=False)
         assert "graph" in fake.presets
         assert "max" not in fake.presets
-        assert (fake.workers, fake.prefetch_factor) == ((), ())
-        one = Space.on(open_device("cpu"), 1, frozenset({"workers"}), presets=("pipeline",))
+        assert fake.workers == ()
+        one = Space.on(open_device("cpu"), 1, loads=True, presets=("pipeline",))
         assert (one.presets, one.workers) == (("pipeline",), (0, 1))
 
     @pytest.mark.parametrize("name", PRESETS)
     def test_every_neighbour_is_a_valid_plan_and_new(self, name: str) -> None:
-        space = Space(tuple(PRESETS), workers=(0, 4), batch_sizes=(8, 16))
+        space = Space(tuple(PRESETS), workers=(0, 4))
         best = Candidate(name, Plan.preset(name))
         for stage in space.stages():
-            around = space.around(stage, best)
-            assert around[0] is best
+            around = list(space.around(stage, best))
             assert len({candidate.key for candidate in around}) == len(around)
 
     def test_names_and_order(self) -> None:

@@ -13,13 +13,11 @@ from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.trials import Measurement
+from headrace.bench.tune.search import Measurement
 from headrace.bench.works.work import Work
 from headrace.device import Device
-from headrace.errors import BenchError
 from headrace.plan import Plan
 
-_GIB = 1 << 30
 _OUT_OF_MEMORY = "out of memory: "  # the beginning of such an error
 
 
@@ -28,7 +26,7 @@ class WorkMeasurer:
     as memory allows, so that a repeat costs only its steps.
 
     Before a plan's first run, its losses are compared with those of the space's first plan on the
-    same batches; `compared_steps` = 0 skips that. `memory_cap` is in bytes.
+    same batches; `compared_steps` = 0 skips that.
     """
 
     def __init__(
@@ -41,27 +39,27 @@ class WorkMeasurer:
         seed: int = 0,
         compared_steps: int = 10,
         tolerance: float = 0.01,
-        memory_cap: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._work, self._device, self._space = work, device, space
-        self._seed, self._compared, self._tolerance = seed, compared_steps, tolerance
-        self._cap = memory_cap
+        self._work = work
+        self._device = device
+        self._space = space
+        self._seed = seed
+        self._compared = compared_steps
+        self._tolerance = tolerance
         self._clock = clock
         self._since_s = clock()
         self._pool = Pool(device, warmup)
         self._contestants: dict[str, Contestant] = {}
-        self._comparisons: dict[int | None, LossComparison] = {}
-        self._equal: dict[tuple[Plan, int | None], str | None] = {}
+        self._comparison: LossComparison | None = None
+        self._unequal: dict[Plan, str | None] = {}
 
     def __enter__(self) -> WorkMeasurer:
-        self._device.limit_memory(self._cap)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._pool.close()
         gc.unfreeze()
-        self._device.limit_memory(None)
 
     def measure(self, candidate: Candidate, steps: int) -> Measurement:
         """Time some steps of a candidate. An error is a result, too."""
@@ -78,7 +76,7 @@ class WorkMeasurer:
         contestant = self._contestants.get(candidate.key)
         if contestant is None:
             contestant = self._contestants[candidate.key] = self._contestant(candidate)
-            unequal = self._compare(contestant, candidate)
+            unequal = self._compare(contestant, candidate.plan)
             if contestant.error is None and unequal is not None:
                 return Measurement(None, unequal=unequal)
         timing = (
@@ -96,63 +94,48 @@ class WorkMeasurer:
         if contestant.compiled is not None and contestant.compiled["why"] is not None:
             why = f"the step is not compiled: {contestant.compiled['why']}"
             return Measurement(None, peak_memory_bytes=contestant.peak_bytes, failed=why)
-        peak = contestant.peak_bytes
-        if self._cap is not None and peak is not None and peak > self._cap:
-            why = f"needs {peak / _GIB:.2f} GiB, the limit is {self._cap / _GIB:.2f} GiB"
-            return Measurement(None, peak_memory_bytes=peak, out_of_memory=why)
         units = contestant.units_per_step(self._work.unit) or 1.0
-        return Measurement(timing.ms_per_step, units, peak)
+        return Measurement(timing.ms_per_step, units, contestant.peak_bytes)
 
     def _contestant(self, candidate: Candidate) -> Contestant:
         entry = PlanEntry(candidate.key, candidate.plan, candidate.loader)
         make = partial(EngineTrainable, self._work, self._device, entry, seed=self._seed)
         return Contestant(candidate.key, "plan", make, entry)
 
-    def _compare(self, contestant: Contestant, candidate: Candidate) -> str | None:
+    def _compare(self, contestant: Contestant, plan: Plan) -> str | None:
         """How its losses differ from the first plan's; None if they do not. Loading does not change
         losses, so each plan is compared once."""
-        compared = (candidate.plan, candidate.loader.batch_size)
         if not self._compared:
             return None
-        if compared not in self._equal:
-            if candidate.plan.compile:
+        if plan not in self._unequal:
+            if plan.compile:
                 self._pool.close()  # the comparison resets all compiled code
-            self._compare_losses(contestant, candidate)
+            self._compare_losses(contestant)
             unequal = contestant.error is None and contestant.equal.verdict == "unequal"
-            self._equal[compared] = contestant.equal.why if unequal else None
-        return self._equal[compared]
+            self._unequal[plan] = contestant.equal.why if unequal else None
+        return self._unequal[plan]
 
-    def _compare_losses(self, contestant: Contestant, candidate: Candidate) -> None:
+    def _compare_losses(self, contestant: Contestant) -> None:
         """Compare; if it runs out of memory, release all others and try again."""
-        for last in (False, True):
+        if self._comparison is None:
+            self._comparison = self._first_comparison()
+        contestant.compare_losses(self._comparison.compare)
+        if contestant.error is not None and contestant.error.startswith(_OUT_OF_MEMORY):
             contestant.error = None
-            try:
-                contestant.compare_losses(self._comparison_for(candidate).compare)
-            except BenchError as problem:
-                if candidate.loader.batch_size is None:
-                    raise  # the workload itself is broken
-                contestant.fail(str(problem))
-            if last or contestant.error is None or not contestant.error.startswith(_OUT_OF_MEMORY):
-                return
             self._pool.close()
+            contestant.compare_losses(self._comparison.compare)
 
-    def _comparison_for(self, candidate: Candidate) -> LossComparison:
-        batch_size = candidate.loader.batch_size
-        if batch_size not in self._comparisons:
-            first = self._space.baseline_of(candidate)
-            entry = PlanEntry(first.key, first.plan, first.loader)
-            batches = first_batches(
-                self._work, self._device, entry, seed=self._seed, count=self._compared
-            )
-            self._comparisons[batch_size] = LossComparison(
-                self._work,
-                self._device,
-                entry,
-                batches,
-                seed=self._seed,
-                tolerance=self._tolerance,
-            )
-        return self._comparisons[batch_size]
+    def _first_comparison(self) -> LossComparison:
+        first = self._space.first()
+        entry = PlanEntry(first.key, first.plan, first.loader)
+        return LossComparison(
+            self._work,
+            self._device,
+            entry,
+            first_batches(self._work, self._device, entry, seed=self._seed, count=self._compared),
+            seed=self._seed,
+            tolerance=self._tolerance,
+        )
 
 
 def _turn(steps: int, trainable: Trainable) -> Timing:

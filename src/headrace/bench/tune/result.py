@@ -6,18 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.bench.tune.search import Outcome
-from headrace.bench.tune.trials import Trial
+from headrace.bench.tune.search import Outcome, Trial
 from headrace.lifecycle import yaml_text
 from headrace.plan import LoaderPlan, Plan
-from headrace.records import Environment, Rung, TrialRecord, TuneResult, Winner, WorkRecord
+from headrace.records import Environment, TrialRecord, TuneResult, Winner, WorkRecord
 from headrace.text_table import text_table, wrap_line
 
-_ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
-_KEPT = (
-    "kept: ran until the end of its stage; slower than the winner, or no faster than a plan that "
-    "the winner has beaten."
-)
+_ORDER = ("winner", "same as winner", "slower", "out of memory", "failed")
 _NAMED = 3
 _NOISY = 0.05
 
@@ -69,22 +64,21 @@ class FinishedSearch:
 
     def text(self) -> str:
         """A table of all candidates, the best first, and the conclusions."""
-        fastest = self.outcome.winner.ms_per_unit or 1.0
+        fastest = self.outcome.winner.ms_per_step or 1.0
         rows = [
             (
                 trial.candidate.name,
                 "" if trial.ms_per_step is None else f"{trial.ms_per_step:,.2f}",
-                "" if trial.ms_per_unit is None else f"{trial.ms_per_unit / fastest:.2f} ×",
-                "" if not trial.rungs else f"{_runs(trial)} × {trial.longest}",
+                "" if trial.ms_per_step is None else f"{trial.ms_per_step / fastest:.2f} ×",
+                str(len(trial.ms) or ""),
                 "" if not trial.peak_memory_bytes else f"{trial.peak_memory_bytes / 2**30:.2f} GiB",
                 trial.status or "",
                 trial.why,
             )
             for trial in sorted(self.outcome.trials, key=_place)
         ]
-        columns = ("candidate", "ms/step", "time", "runs × steps", "memory", "status", "why")
-        kept = [_KEPT] * any(trial.status == "kept" for trial in self.outcome.trials)
-        sentences = [wrap_line(sentence) for sentence in [*kept, *self.sentences]]
+        columns = ("candidate", "ms/step", "time", "runs", "memory", "status", "why")
+        sentences = [wrap_line(sentence) for sentence in self.sentences]
         return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *sentences])
 
     def plan_yaml(self) -> str:
@@ -109,27 +103,22 @@ def _record_of(trial: Trial) -> TrialRecord:
         plan=candidate.plan.to_dict(),
         loader=dataclasses.asdict(candidate.loader),
         changed=candidate.changed,
-        rungs=tuple(Rung(steps, tuple(times)) for steps, times in trial.rungs.items()),
+        runs_ms=tuple(trial.ms),
         ms_per_step=trial.ms_per_step,
         units_per_step=trial.units_per_step,
-        ms_per_unit=trial.ms_per_unit,
-        status=trial.status or "kept",
+        status=trial.status or "slower",
         why=trial.why,
         peak_memory_bytes=trial.peak_memory_bytes,
     )
 
 
 def _place(trial: Trial) -> tuple[int, float, int]:
-    value = trial.ms_per_unit
+    value = trial.ms_per_step
     return (
-        _ORDER.index(trial.status or "kept"),
+        _ORDER.index(trial.status or "slower"),
         float("inf") if value is None else value,
         trial.number,
     )
-
-
-def _runs(trial: Trial) -> int:
-    return len(trial.rungs[trial.longest])
 
 
 def sentences_of(outcome: Outcome, unit: str) -> list[str]:
@@ -148,7 +137,7 @@ def sentences_of(outcome: Outcome, unit: str) -> list[str]:
 def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
     name, base = winner.candidate.name, first.candidate.name
     if winner is first:
-        if sum(bool(trial.rungs) for trial in outcome.trials) == 1:
+        if sum(bool(trial.ms) for trial in outcome.trials) == 1:
             return f"Take {name}: nothing else was measured."
         gain = "" if outcome.ended_by else ", so there is nothing to be gained here"
         return (
@@ -156,8 +145,8 @@ def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
             f"({outcome.noise:.1%}){gain}."
         )
     assert winner.ms_per_step is not None
-    assert winner.ms_per_unit is not None
-    ratio = (first.ms_per_unit or winner.ms_per_unit) / winner.ms_per_unit
+    assert first.ms_per_step is not None
+    ratio = first.ms_per_step / winner.ms_per_step
     per_s = winner.units_per_step / winner.ms_per_step * 1e3
     return (
         f"Take {name}: {winner.ms_per_step:,.2f} ms per step, {per_s:,.0f} {unit}/s, {ratio:.2f} "

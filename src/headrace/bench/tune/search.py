@@ -1,34 +1,85 @@
-"""The search: successive halving, stage by stage.
+"""The search: stage by stage, the best candidate so far runs in turns with its variations.
 
-A stage starts with the best candidate so far and its variations. All run for a few steps. The
-search drops those that are clearly behind; at most half of the others go on to runs of twice the
-length, and then of four times. It repeats what is then close, in turns, until one is ahead by more
-than chance or `repeats` is reached. The simplest of those within noise wins the stage. The search
-ends when a whole round of stages finds nothing better.
+What is clearly behind after a turn is dropped. The others run until one is ahead by more than
+chance, or `repeats` times. The simplest of those within noise wins the stage. The search ends when
+a whole round of stages finds nothing better.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.trials import (
-    MIN_NOISE,
-    Measurement,
-    Trial,
-    deviation_of,
-    noise_of,
-    simplest,
-)
 from headrace.records import Status
 
-#: After each rung, by how much a candidate may trail the leader; more on a noisy machine.
-MARGINS = (0.15, 0.07, 0.03)
+#: Medians that differ by less count as equal, even on an idle machine.
+MIN_NOISE = 0.01
+#: After each of the first turns, by how much a candidate may trail the leader.
+MARGINS = (0.15, 0.07)
+_UNDECIDED = 0.03  # what a gain must exceed if the time is up in the middle of a stage
 _FIRST_RUNS = 3  # of the first plan, to estimate the noise
-_MIN_KEPT = (4, 3)  # how many may always go on from the first and second rung
 _MAX_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One timed run of a candidate, or why there was none.
+
+    `units_per_step` are samples or tokens. `failed` is an error in one line, `out_of_memory` the
+    message if it did not fit, `unequal` how its losses differ from the reference's. `took_s` is the
+    time since the previous measurement ended, which includes warming up and stopping workers.
+    """
+
+    ms_per_step: float | None
+    units_per_step: float = 1.0
+    peak_memory_bytes: int | None = None
+    out_of_memory: str | None = None
+    failed: str | None = None
+    unequal: str | None = None
+    took_s: float = 0.0
+
+
+@dataclass
+class Trial:
+    """All runs of one candidate, in milliseconds per step, and how it ended."""
+
+    number: int
+    candidate: Candidate
+    ms: list[float] = field(default_factory=list)
+    units_per_step: float = 1.0
+    peak_memory_bytes: int | None = None
+    status: Status | None = None
+    why: str = ""
+
+    def add(self, found: Measurement) -> None:
+        if found.peak_memory_bytes is not None:
+            self.peak_memory_bytes = max(self.peak_memory_bytes or 0, found.peak_memory_bytes)
+        if found.out_of_memory is not None:
+            self.end("out of memory", found.out_of_memory)
+        elif found.failed is not None:
+            self.end("failed", found.failed)
+        elif found.unequal is not None:
+            self.end("failed", f"losses differ from the first plan's: {found.unequal}")
+        elif found.ms_per_step is not None:
+            self.units_per_step = found.units_per_step
+            self.ms.append(found.ms_per_step)
+
+    def end(self, status: Status, why: str) -> None:
+        self.status = status
+        self.why = why
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it has not failed, nor run out of memory."""
+        return self.status not in ("out of memory", "failed")
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """The median of its runs; None if it never ran."""
+        return statistics.median(self.ms) if self.ms else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +119,9 @@ class Search:
     """Searches `space` for the fastest candidate.
 
     `measure(candidate, steps)` runs a candidate; `release(candidate)` is called when it will not
-    run again soon. The shortest runs have `steps` steps, or as many as take the first plan
-    `min_ms`. `budget_s` limits the total time of the measurements, None means no limit; a run
-    that has begun is finished.
+    run again soon. A run has `steps` steps, or as many as take the first plan `min_ms`. `budget_s`
+    limits the total time of the measurements, None means no limit; a run that has begun is
+    finished.
     """
 
     def __init__(
@@ -80,180 +131,144 @@ class Search:
         *,
         steps: int = 20,
         repeats: int = 5,
-        min_ms: float = 200.0,
+        min_ms: float = 500.0,
         budget_s: float | None = None,
         release: Callable[[Candidate], object] = lambda candidate: None,
         on_progress: Callable[[SearchProgress], object] = lambda progress: None,
     ) -> None:
-        self._space, self._measure, self._release = space, measure, release
+        self._space = space
+        self._measure = measure
+        self._release = release
         self._on_progress = on_progress
-        self._steps, self._repeats, self._min_ms = steps, repeats, min_ms
-        self._rungs: list[int] = []
+        self._steps = steps
+        self._repeats = repeats
+        self._min_ms = min_ms
         self._budget_s = math.inf if budget_s is None else budget_s
         self._trials: dict[str, Trial] = {}
         self._spent_s = 0.0
         self._done = 0
-        self._stage = ""
         self._best: Trial | None = None
-        self._same: list[Trial] = []  # equal to the best so far, within noise
 
     def run(self) -> Outcome:
         first = self._trial(self._space.first())
-        self._stage = "first"
-        self._run(first, self._steps)
+        self._run(first, "first", self._steps)
         if first.ms_per_step is None:
             raise NothingRuns(first.why)
-        self._best = first
-        steps = max(self._steps, math.ceil(self._min_ms / first.ms_per_step))
-        self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
+        self._best = best = first
+        self._steps = max(self._steps, math.ceil(self._min_ms / first.ms_per_step))
         ended_by = None
         try:
             for _ in range(_FIRST_RUNS):
-                self._run(first, steps)
-            self._search()
-            self._compare_at_the_end(first)
+                self._run(first, "first", self._steps)
+            for stage in self._stages():
+                around = map(self._trial, self._space.around(stage, self._best.candidate))
+                # What lost an earlier stage is not tried again.
+                new = [trial for trial in around if not trial.ms and trial.status is None]
+                if new:
+                    self._best = self._contest(stage, [self._best, *new])
+            best = self._best
+            if best is not first:
+                self._best = self._contest("last comparison", [first, best])
         except Stopped as stopped:
             ended_by = str(stopped)
-            self._best = self._best_so_far()
-            self._keep_first_unless_behind(first)
         return self._outcome(first, ended_by)
 
-    def _search(self) -> None:
-        """Go through the stages until a whole round changes nothing."""
-        unchanged = 0
+    def _stages(self) -> Iterable[str]:
+        """The stages, again and again, until a whole round has changed nothing."""
         stages = self._space.stages()
+        unchanged = 0
         for turn in range(_MAX_ROUNDS * len(stages)):
-            self._stage = stages[turn % len(stages)]
-            assert self._best is not None
             before = self._best
-            self._best = self._contest(self._space.around(self._stage, before.candidate))
+            yield stages[turn % len(stages)]
             unchanged = unchanged + 1 if self._best is before else 0
             if unchanged >= len(stages):
                 return
 
-    # --- one stage -------------------------------------------------------------------------------
+    def _contest(self, stage: str, racing: Sequence[Trial]) -> Trial:
+        """Run these in turns and return the best. Only runs made at about the same time are
+        compared, so the best so far takes part again. Passes on `Stopped`, after the best of
+        those that have run was chosen."""
+        runs: dict[int, list[float]] = {trial.number: [] for trial in racing}
+        left = list(racing)
+        try:
+            for turn in range(self._repeats):
+                for trial in left:
+                    known = len(trial.ms)
+                    self._run(trial, stage, self._steps)
+                    runs[trial.number] += trial.ms[known:]
+                left = self._without_slow([t for t in left if t.can_run], runs, turn)
+                if len(left) < 2 or (turn >= 2 and self._are_tied(left, runs)):
+                    break
+        except Stopped:
+            ran = [trial for trial in left if trial.can_run and runs[trial.number]]
+            if len(ran) > 1:
+                self._best = self._decide(ran, runs, repeats=1, least=_UNDECIDED)
+            raise
+        return self._decide(left or [self._fallback()], runs, self._repeats)
 
-    def _contest(self, candidates: Sequence[Candidate]) -> Trial:
-        """Run one stage and return the best. The best so far takes part again, because only runs
-        made at about the same time can be compared."""
-        best = self._best
-        assert best is not None
-        trials = [self._trial(candidate) for candidate in candidates]
-        # A candidate that lost an earlier stage is not tried again.
-        racing = [best, *(t for t in trials if t is not best and not t.rungs and t.status is None)]
-        if len(racing) == 1:
-            return best
-        for trial in racing:
-            trial.mark()
-        for rung, steps in enumerate(self._rungs):
-            racing = self._drop_slow(self._run_all(racing, steps), rung, steps)
-            if len(racing) == 1:
-                return self._won(racing[0], [])
-        return self._repeat_what_is_close(racing)
-
-    def _won(self, winner: Trial, same: list[Trial]) -> Trial:
-        self._same = [*self._same, *same] if winner is self._best else same
-        for trial in same:
-            self._end(trial, "kept", f"the same as {winner.candidate.name} within noise")
-        return winner
-
-    def _run_all(self, racing: Sequence[Trial], steps: int) -> list[Trial]:
-        """Run each once; returns those that ran without an error."""
-        for trial in racing:
-            self._run(trial, steps)
-        left = [trial for trial in racing if trial.can_run]
-        return left or [self._fallback()]
-
-    def _drop_slow(self, racing: list[Trial], rung: int, steps: int) -> list[Trial]:
-        """Drop what is clearly behind; keep the faster half of the rest, but at least a few."""
-        ranked = _ranked(racing, steps)
-        leader, limit = ranked[0], len(ranked)
-        # Two runs of the same candidate differ by more than this in one case out of twenty.
-        margin = max(MARGINS[rung], 2 * math.sqrt(2) * self._deviation())
-        if rung < len(_MIN_KEPT):
-            limit = max(_MIN_KEPT[rung], math.ceil(len(ranked) / 2))
-        left = []
-        for place, trial in enumerate(ranked):
-            behind = _behind(trial, leader, steps)
+    def _without_slow(
+        self, left: list[Trial], runs: dict[int, list[float]], turn: int
+    ) -> list[Trial]:
+        """Drop what is behind the leader: clearly at first, then by more than noise."""
+        if not left:
+            return []
+        leader = min(left, key=lambda trial: statistics.median(runs[trial.number]))
+        best = statistics.median(runs[leader.number])
+        if turn < len(MARGINS):
+            # Two runs of the same candidate differ by more than this in one case out of twenty.
+            margin = max(MARGINS[turn], 2 * math.sqrt(2) * deviation_of(self._series()))
+        else:
+            margin = noise_of(runs.values(), turn + 1)
+        kept = []
+        for trial in left:
+            behind = statistics.median(runs[trial.number]) / best - 1
             if behind > margin:
-                why = f"{behind:.0%} behind {leader.candidate.name} over {steps} steps"
-                self._end(trial, "dropped", why)
-            elif place >= limit:
-                why = f"not among the {limit} fastest over {steps} steps ({behind:.1%} behind)"
-                self._end(trial, "dropped", why)
+                trial.end("slower", f"{behind:.1%} behind {leader.candidate.name}")
+                self._release(trial.candidate)
             else:
-                left.append(trial)
-        return left
+                kept.append(trial)
+        return kept
 
-    def _deviation(self) -> float:
-        """The relative standard deviation between runs."""
-        return deviation_of(
-            times for trial in self._trials.values() for times in trial.rungs.values()
-        )
-
-    def _repeat_what_is_close(self, racing: list[Trial]) -> Trial:
-        steps = self._rungs[-1]
-        while len(racing) > 1:
-            fewest = min(len(trial.recent(steps)) for trial in racing)
-            if fewest >= min(3, self._repeats):
-                racing = self._within_noise(racing, steps)
-            if fewest >= self._repeats or (fewest >= 3 and self._are_tied(racing, steps)):
-                break
-            if len(racing) > 1:
-                racing = self._run_all(racing, steps)
-        chosen = simplest(racing)
-        return self._won(chosen, [trial for trial in racing if trial is not chosen])
-
-    def _are_tied(self, racing: list[Trial], steps: int) -> bool:
+    def _are_tied(self, left: list[Trial], runs: dict[int, list[float]]) -> bool:
         """Whether all are so close that more repeats would only cost time."""
-        ranked = _ranked(racing, steps)
-        return _behind(ranked[-1], ranked[0], steps) <= MIN_NOISE
+        medians = [statistics.median(runs[trial.number]) for trial in left]
+        return max(medians) / min(medians) - 1 <= MIN_NOISE
 
-    def _within_noise(self, racing: list[Trial], steps: int) -> list[Trial]:
-        leader = _ranked(racing, steps)[0]
-        noise = noise_of(trial.recent(steps) for trial in racing)
-        left = []
+    def _decide(
+        self,
+        racing: Sequence[Trial],
+        runs: dict[int, list[float]],
+        repeats: int,
+        least: float = MIN_NOISE,
+    ) -> Trial:
+        """The simplest of those that are as fast as the fastest, within the noise of so many
+        runs, which is at `least` that."""
+        medians = {t.number: statistics.median(runs.get(t.number) or t.ms) for t in racing}
+        limit = min(medians.values()) * (1 + max(least, noise_of(self._series(), repeats)))
+        fast = [trial for trial in racing if medians[trial.number] <= limit]
+        chosen = min(fast, key=lambda trial: (trial.candidate.complexity, trial.number))
         for trial in racing:
-            behind = _behind(trial, leader, steps)
-            if behind > noise:
-                why = f"{behind:.1%} behind {leader.candidate.name}; noise {noise:.1%}"
-                self._end(trial, "kept", why)
-            else:
-                left.append(trial)
-        return left
+            if trial is not chosen:
+                same = trial in fast
+                why = f"the same as {chosen.candidate.name} within noise" if same else "slower"
+                trial.end("same as winner" if same else "slower", why)
+                self._release(trial.candidate)
+        chosen.status = None  # a first plan that had lost may win the last comparison
+        return chosen
 
-    def _compare_at_the_end(self, first: Trial) -> None:
-        """Run the winner and the first plan in turns to measure the gain. If it is within noise,
-        the first plan wins."""
-        best, steps = self._best, self._rungs[-1]
-        assert best is not None
-        self._stage = "last comparison"
-        if best is first:
-            return
-        first.mark()
-        best.mark()
-        for _ in range(min(3, self._repeats)):
-            self._run(first, steps)
-            self._run(best, steps)
-            if not (first.can_run and best.can_run):
-                self._best = best if best.can_run else self._fallback()
-                return
-        noise = noise_of([first.recent(steps), best.recent(steps)])
-        if _behind(first, best, steps) <= noise:
-            self._best = self._won(first, [best])
-
-    # --- single runs -----------------------------------------------------------------------------
+    def _series(self) -> list[list[float]]:
+        return [trial.ms for trial in self._trials.values()]
 
     def _trial(self, candidate: Candidate) -> Trial:
         return self._trials.setdefault(candidate.key, Trial(len(self._trials), candidate))
 
-    def _run(self, trial: Trial, steps: int) -> None:
+    def _run(self, trial: Trial, stage: str, steps: int) -> None:
         if self._best is not None and self._spent_s >= self._budget_s:
             raise Stopped("time limit")
         left_s = self._budget_s - self._spent_s
         self._on_progress(
             SearchProgress(
-                self._stage,
+                stage,
                 trial.candidate,
                 steps,
                 self._done,
@@ -264,71 +279,48 @@ class Search:
         found = self._measure(trial.candidate, steps)
         self._spent_s += found.took_s
         self._done += 1
-        trial.add(steps, found)
+        trial.add(found)
         if not trial.can_run:
             self._release(trial.candidate)
 
-    def _end(self, trial: Trial, status: Status, why: str) -> None:
-        trial.end(status, why)
-        self._release(trial.candidate)
-
-    # --- the end ---------------------------------------------------------------------------------
-
-    def _best_so_far(self) -> Trial:
-        """The best when the time is up in the middle of a stage: compare by the longest runs that
-        all candidates still in the race have."""
-        racing = [trial for trial in self._trials.values() if trial.in_race and trial.longest]
-        if not racing:
-            return self._fallback()
-        steps = min(trial.longest for trial in racing)
-        fastest = min(trial.value(steps) for trial in racing)
-        noise = max(MARGINS[-1], noise_of(trial.recent(steps) for trial in racing))
-        return simplest([t for t in racing if t.value(steps) <= fastest * (1 + noise)])
-
-    def _keep_first_unless_behind(self, first: Trial) -> None:
-        """When the time is up, the two were not compared in turns. So the gain must exceed what a
-        single run may be off by chance; otherwise the first plan wins."""
-        best = self._best
-        if best is first or best is None or not first.can_run:
-            return
-        assert best.ms_per_unit is not None
-        assert first.ms_per_unit is not None
-        runs = [times for trial in self._trials.values() for times in trial.rungs.values()]
-        if first.ms_per_unit / best.ms_per_unit - 1 <= noise_of(runs, repeats=1):
-            self._best = self._won(first, [best])
-
     def _fallback(self) -> Trial:
         """The best of the others, when the best so far has failed."""
-        running = [trial for trial in self._trials.values() if trial.can_run and trial.rungs]
+        running = [trial for trial in self._trials.values() if trial.can_run and trial.ms]
         if not running:
             raise NothingRuns(next(t.why for t in self._trials.values() if not t.can_run))
-        return min(running, key=lambda trial: (-trial.longest, trial.ms_per_unit))
+        return min(running, key=lambda trial: statistics.median(trial.ms))
 
     def _outcome(self, first: Trial, ended_by: str | None) -> Outcome:
         winner = self._best
         assert winner is not None
-        measured = [t for t in self._trials.values() if t.rungs or t.status is not None]
-        every_length = [times for trial in measured for times in trial.rungs.values()]
-        noise = noise_of(every_length, len(winner.rungs[winner.longest]))
+        if not winner.can_run:
+            winner = self._fallback()
+        measured = tuple(t for t in self._trials.values() if t.ms or t.status is not None)
         winner.end("winner", "")
-        for trial in self._same:
-            trial.end("same as winner", f"within noise ({noise:.1%}); the winner is simpler")
+        noise = noise_of(self._series(), len(winner.ms))
         for trial in measured:
             if trial.status is None:
-                trial.end("kept", _why_kept(trial, winner, ended_by))
-        return Outcome(tuple(measured), winner, first, noise, ended_by)
+                trial.end("slower", "the search ended before it was decided")
+            elif trial.status == "same as winner":  # of its stage
+                behind = statistics.median(trial.ms) / statistics.median(winner.ms) - 1
+                if behind > noise:
+                    trial.end("slower", f"{behind:.1%} behind {winner.candidate.name}")
+        return Outcome(measured, winner, first, noise, ended_by)
 
 
-def _why_kept(trial: Trial, winner: Trial, ended_by: str | None) -> str:
-    """Of a trial that was still in the race when the search ended."""
-    if ended_by or trial.ms_per_unit is None or winner.ms_per_unit is None:
-        return "the search ended before it was decided"
-    return f"{trial.ms_per_unit / winner.ms_per_unit - 1:.1%} behind {winner.candidate.name}"
+def deviation_of(runs: Iterable[Sequence[float]]) -> float:
+    """The relative standard deviation between runs. Each sequence holds one candidate's runs."""
+    variances = [
+        statistics.variance(times) / statistics.mean(times) ** 2
+        for times in runs
+        if len(times) >= 2
+    ]
+    # A mean would follow a single disturbed run.
+    return math.sqrt(statistics.median(variances)) if variances else 0.0
 
 
-def _ranked(trials: Iterable[Trial], steps: int) -> list[Trial]:
-    return sorted(trials, key=lambda trial: (trial.value(steps), trial.number))
-
-
-def _behind(trial: Trial, leader: Trial, steps: int) -> float:
-    return trial.value(steps) / leader.value(steps) - 1
+def noise_of(runs: Iterable[Sequence[float]], repeats: int) -> float:
+    """By what share two medians of `repeats` runs may differ by chance: two standard deviations of
+    the difference."""
+    # The standard error of a median is 1.25 times that of a mean.
+    return max(MIN_NOISE, 2 * 1.2533 * deviation_of(runs) * math.sqrt(2 / repeats))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -11,10 +10,7 @@ from headrace.errors import HeadraceError, TuneError
 from headrace.plan import PRESETS
 from headrace.schema import Checked, choice, listed, nearest, number, quoted, require_whole, whole
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_LISTS = ("plans", "workers", "batch_sizes")
+_LISTS = ("plans", "workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +33,6 @@ class TuneSettings(Checked):
         None,
         "Numbers of loader processes to try, separated by commas.",
         unset="chosen by the number of cores",
-    )
-    batch_sizes: tuple[int, ...] = choice(
-        (), "Batch sizes to try, separated by commas.", unset="the workload's own"
-    )
-    memory_cap: str | None = choice(
-        None,
-        "Discard plans that need more device memory: 40GB, 512MiB or 50%.",
-        unset="no limit",
     )
     steps: int = whole(20, 1, 1 << 20, "Steps in the shortest runs.")
     repeats: int = whole(5, 1, 1000, "Runs of each plan that is close to the best.")
@@ -74,11 +62,8 @@ class TuneSettings(Checked):
                 )
         if self.plans is not None and not self.plans:
             raise TuneError("plans: none was named; expected one or more")
-        for name, minimum in (("workers", 0), ("batch_sizes", 1)):
-            for index, value in enumerate(getattr(self, name) or ()):
-                require_whole(f"{name}[{index}]", value, minimum, TuneError)
-        if self.memory_cap is not None:
-            memory_of(self.memory_cap, 1 << 40)
+        for index, value in enumerate(self.workers or ()):
+            require_whole(f"workers[{index}]", value, 0, TuneError)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TuneSettings:
@@ -94,15 +79,3 @@ class TuneSettings(Checked):
         for name in _LISTS:
             found[name] = None if found[name] is None else list(found[name])
         return found | {"options": dict(self.options)}
-
-
-def memory_of(text: str, total_bytes: int) -> int:
-    """Bytes of a size such as 40GB, 512MiB or 50% (of `total_bytes`)."""
-    found = _SIZE.fullmatch(text)
-    value = float(found[1]) if found else 0.0
-    unit = found[2].lower() if found else ""
-    if unit == "%" and 0 < value <= 100:
-        return int(total_bytes * value / 100)
-    if value <= 0 or unit not in _UNITS:
-        raise TuneError(f"memory_cap = {quoted(text)}: expected a size like 40GB, 512MiB or 50%")
-    return int(value * _UNITS[unit])

@@ -17,12 +17,11 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.bench.environment import environment_of
-from headrace.bench.tune import search
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
-from headrace.bench.tune.settings import TuneSettings, memory_of
-from headrace.bench.tune.trials import Measurement
+from headrace.bench.tune.search import Measurement, NothingRuns, Search, SearchProgress, Stopped
+from headrace.bench.tune.settings import TuneSettings
 from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
@@ -48,9 +47,11 @@ class Tuning:
         command: str = "",
         quiet: bool = False,
     ) -> None:
-        self.settings, self.folder = settings, folder
+        self.settings = settings
+        self.folder = folder
         self._device = device if device is not None else open_device(settings.device)
-        self._command, self._quiet = command, quiet
+        self._command = command
+        self._quiet = quiet
 
     @classmethod
     def create(
@@ -83,10 +84,8 @@ class Tuning:
         ):
             if work.options != find_work(settings.work, options).options:
                 progress.message(f"no GPU: training a smaller {work.name}, {work.description}")
-            if settings.memory_cap is not None and not device.asynchronous:
-                progress.message(f"memory_cap is ignored: {device} does not count allocations")
             try:
-                outcome = search.Search(
+                outcome = Search(
                     space,
                     _unless_stopped(measurer.measure, stop),
                     steps=settings.steps,
@@ -95,7 +94,7 @@ class Tuning:
                     release=measurer.release,
                     on_progress=partial(_show, progress.status),
                 ).run()
-            except search.NothingRuns as problem:
+            except NothingRuns as problem:
                 first = space.first().name
                 raise TuneError(f"{work.name} does not run under {first}: {problem}") from None
         result = FinishedSearch(
@@ -112,17 +111,15 @@ class Tuning:
         return Space.on(
             self._device,
             usable_cores(),
-            work.loader_fields,
+            loads="workers" in work.loader_fields,
             presets=settings.plans,
             workers=settings.workers,
-            batch_sizes=settings.batch_sizes,
             precision=settings.precision,
-            own_workers=_own_value(work, "workers"),
-            own_batch_size=_own_value(work, "batch_size", "batch"),
+            own_workers=_own_workers(work),
         )
 
     def _measurer(self, work: Work, space: Space) -> WorkMeasurer:
-        settings, cap = self.settings, self.settings.memory_cap
+        settings = self.settings
         return WorkMeasurer(
             work,
             self._device,
@@ -131,7 +128,6 @@ class Tuning:
             seed=settings.seed,
             compared_steps=settings.compare,
             tolerance=settings.tolerance,
-            memory_cap=None if cap is None else memory_of(cap, self._device.memory().total),
         )
 
     @property
@@ -146,12 +142,9 @@ class Tuning:
 
 
 def _require_parameters(work: Work, settings: TuneSettings) -> None:
-    """Raise an error if the search is to set loader parameters that the work does not have."""
-    for setting, parameter in (("batch_sizes", "batch_size"), ("workers", "workers")):
-        if getattr(settings, setting) and parameter not in work.loader_fields:
-            raise TuneError(
-                f"{setting}: {work.name} has no such parameter: expected a parameter {parameter}"
-            )
+    """Raise an error if the search is to set workers and the workload has no such parameter."""
+    if settings.workers and "workers" not in work.loader_fields:
+        raise TuneError(f"workers: {work.name} has no such parameter: expected a parameter workers")
 
 
 def _unless_stopped(
@@ -159,25 +152,23 @@ def _unless_stopped(
 ) -> Callable[[Candidate, int], Measurement]:
     def measured(candidate: Candidate, steps: int) -> Measurement:
         if stop.requested is not None:
-            raise search.Stopped(stop.requested)
+            raise Stopped(stop.requested)
         found = measure(candidate, steps)
         # The signal may have killed the loader's workers: that is not the candidate's fault.
         if stop.requested is not None and found.ms_per_step is None:
-            raise search.Stopped(stop.requested)
+            raise Stopped(stop.requested)
         return found
 
     return measured
 
 
-def _own_value(work: Work, *names: str) -> int | None:
-    """The value that a workload uses for the first of these parameters that it has."""
-    parameters = inspect.signature(work.build).parameters
-    for name in names:
-        known = parameters.get(name)
-        value = work.options.get(name, None if known is None else known.default)
-        if known is not None and type(value) is int:
-            return value
-    return None
+def _own_workers(work: Work) -> int | None:
+    """How many workers a workload uses by itself, if it has such a parameter."""
+    known = inspect.signature(work.build).parameters.get("workers")
+    if known is None:
+        return None
+    value = work.options.get("workers", known.default)
+    return value if type(value) is int else None
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +177,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _show(show: Callable[..., object], at: search.SearchProgress) -> None:
+def _show(show: Callable[..., object], at: SearchProgress) -> None:
     best = at.best
     found = ""
     if best is not None and best.ms_per_step is not None:
