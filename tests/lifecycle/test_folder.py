@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from headrace.errors import RunError
 from headrace.lifecycle import RunFolder
 from headrace.lifecycle import folder as run_folder
+from headrace.schema import read_yaml
 from support.storage.run_folders import create_many
 
 spawning = multiprocessing.get_context("spawn")
@@ -182,7 +183,7 @@ def test_a_configuration_comes_back_as_it_was(
     except RunError:
         assert not folder.config.exists()
     else:
-        assert folder.read_config() == config
+        assert read_yaml(folder.config, RunError) == config
         assert os.listdir(folder.path) == ["config.yaml"]  # noqa: PTH208 (names alone)
 
 
@@ -200,7 +201,7 @@ def test_a_value_that_is_not_plain_leaves_the_old_file(tmp_path: Path) -> None:
     for value in (object(), tmp_path, endless):
         with pytest.raises(RunError, match=r"config.yaml: the configuration cannot be written"):
             folder.write_config({"value": value})
-    assert folder.read_config() == {"epochs": 3}
+    assert read_yaml(folder.config, RunError) == {"epochs": 3}
 
 
 @pytest.mark.parametrize(
@@ -221,13 +222,13 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path, content: bytes, mes
     folder = RunFolder(tmp_path)
     folder.config.write_bytes(content)
     with pytest.raises(RunError, match=message) as raised:
-        folder.read_config()
+        read_yaml(folder.config, RunError)
     assert "\n" not in str(raised.value)
 
 
 def test_a_configuration_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"config.yaml: cannot be read \(No such file"):
-        RunFolder(tmp_path).read_config()
+        read_yaml(RunFolder(tmp_path).config, RunError)
 
 
 # --- the lock -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import TranslationError
 from headrace.translation.schedules import constant, inverse_sqrt, noam
 
 
@@ -34,8 +32,8 @@ def rates(made: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]
 class TestSchedules:
     def test_noam(self) -> None:
         made = optimizer()
-        found = rates(made, noam(made, width=512, warmup=4, factor=2.0), 20)
-        expected = [2 * 512**-0.5 * min(s**-0.5, s * 4**-1.5) for s in range(1, 21)]
+        found = rates(made, noam(made, width=512, warmup=4), 20)
+        expected = [512**-0.5 * min(s**-0.5, s * 4**-1.5) for s in range(1, 21)]
         assert found == pytest.approx(expected)
         assert max(found) == found[3]
 
@@ -61,7 +59,7 @@ class TestSchedules:
     @pytest.mark.parametrize(
         "make",
         [
-            lambda made, warmup: noam(made, 512, warmup, 1.0),
+            lambda made, warmup: noam(made, 512, warmup),
             lambda made, warmup: inverse_sqrt(made, warmup, 0.1),
             lambda made, warmup: constant(made, warmup, 0.1),
         ],
@@ -82,17 +80,3 @@ class TestSchedules:
     def test_it_pickles(self) -> None:
         schedule = pickle.loads(pickle.dumps(noam(optimizer(), 512, 10).lr_lambdas))[0]
         assert schedule(0) == pytest.approx(0.1)
-
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda made: noam(made, 512, 0), "warmup = 0: expected a whole number, at least 1"),
-            (lambda made: noam(made, 0, 10), "width = 0"),
-            (lambda made: inverse_sqrt(made, 2.5, 0.1), "warmup = 2.5"),
-            (lambda made: constant(made, -1, 0.1), "warmup = -1"),
-            (lambda made: constant(made, 1, math.inf), "peak = inf"),
-        ],
-    )
-    def test_invalid_arguments_are_refused(self, make: Any, message: str) -> None:
-        with pytest.raises(TranslationError, match=message):
-            make(optimizer())

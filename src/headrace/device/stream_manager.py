@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -22,34 +21,6 @@ ROLES = {
     3: {"transfer": 0, "forward": 1, "backward": 2, "transfer_next": 0},
     4: {"transfer": 0, "forward": 1, "backward": 2, "transfer_next": 3},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStatistics:
-    """One stream's counts. `selected`: how often it became the current stream. `records`: events
-    recorded on it. `waits`: events that it was made to wait for. `synchronizations`: how often the
-    host waited for all of its work."""
-
-    index: int
-    name: str
-    roles: tuple[str, ...]
-    selected: int
-    records: int
-    waits: int
-    synchronizations: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamManagerStatistics:
-    """What a `StreamManager` has done so far."""
-
-    device: str
-    closed: bool
-    events_created: int
-    queries: int
-    queries_not_done: int
-    host_waits: int
-    streams: tuple[StreamStatistics, ...]
 
 
 class StreamManager:
@@ -75,11 +46,8 @@ class StreamManager:
         self.roles = ROLES[min(streams, 4)]
         names = [_stream_name(index, self.roles) for index in range(streams)]
         self._streams = [self.device.stream(name) for name in names]
-        self._counts = [_Counts() for _ in names]
-        self._lock = threading.Lock()
         self._thread = threading.local()
         self._closed = False
-        self._events_created = self._queries = self._queries_not_done = self._host_waits = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -111,19 +79,16 @@ class StreamManager:
     @contextmanager
     def use(self, which: int | str) -> Iterator[Stream]:
         """Send this thread's work to that stream inside the block."""
-        index = self.index_of(which)
-        self._count(index, "selected")
-        with self.device.use(self._streams[index]) as stream:
+        with self.device.use(self.get_stream(which)) as stream:
             yield stream
 
     def set_current_stream(self, which: int | str) -> Stream:
         """Send this thread's work to that stream until `restore_current_stream`."""
-        index = self.index_of(which)
-        self._count(index, "selected")
-        before = self.device.switch(self._streams[index])
+        stream = self.get_stream(which)
+        before = self.device.switch(stream)
         if not hasattr(self._thread, "before"):
             self._thread.before = before
-        return self._streams[index]
+        return stream
 
     def restore_current_stream(self) -> None:
         """Return to this thread's stream before its first `set_current_stream`."""
@@ -139,51 +104,37 @@ class StreamManager:
     def create_event(self, *, timing: bool = False) -> Event:
         """A new event of this manager's device."""
         self._require_open()
-        with self._lock:
-            self._events_created += 1
         return self.device.event(timing=timing)
 
     def record_event(self, event: Event, which: int | str) -> None:
         """Put the mark at the end of that stream."""
-        index = self.index_of(which)
+        stream = self.get_stream(which)
         self._require_own(event)
-        event.record(self._streams[index])
-        self._count(index, "records")
+        event.record(stream)
 
     def query_event(self, event: Event) -> bool:
         """Whether the event has passed. Never blocks."""
         self._require_open()
         self._require_own(event)
-        done = event.query()
-        with self._lock:
-            self._queries += 1
-            self._queries_not_done += not done
-        return done
+        return event.query()
 
     def wait_event(self, which: int | str, event: Event) -> None:
         """Make that stream wait for the event. The host goes on."""
-        index = self.index_of(which)
+        stream = self.get_stream(which)
         self._require_own(event)
-        self._streams[index].wait_event(event)
-        self._count(index, "waits")
+        stream.wait_event(event)
 
     def synchronize_event(self, event: Event, reason: str = "synchronize_event") -> None:
         """Make the host wait for the event. The ledger counts it under `reason`."""
         self._require_open()
         self._require_own(event)
         self.device.wait(event, reason)
-        with self._lock:
-            self._host_waits += 1
 
     # --- synchronize ------------------------------------------------------------------------------
 
     def synchronize(self, which: int | str, reason: str = "synchronize") -> None:
         """Make the host wait for all work on that stream. The ledger counts it under `reason`."""
-        index = self.index_of(which)
-        self.device.synchronize(reason, self._streams[index])
-        self._count(index, "synchronizations")
-        with self._lock:
-            self._host_waits += 1
+        self.device.synchronize(reason, self.get_stream(which))
 
     def synchronize_all(self, reason: str = "synchronize") -> None:
         """Make the host wait for each stream in turn."""
@@ -192,33 +143,6 @@ class StreamManager:
             self.synchronize(index, reason)
 
     # --- state ------------------------------------------------------------------------------------
-
-    def statistics(self) -> StreamManagerStatistics:
-        """A snapshot of the counts. Works also after `close`."""
-        with self._lock:
-            streams = tuple(
-                StreamStatistics(
-                    index=index,
-                    name=stream.name,
-                    roles=tuple(role for role, at in self.roles.items() if at == index),
-                    selected=counts.selected,
-                    records=counts.records,
-                    waits=counts.waits,
-                    synchronizations=counts.synchronizations,
-                )
-                for index, (stream, counts) in enumerate(
-                    zip(self._streams, self._counts, strict=True)
-                )
-            )
-            return StreamManagerStatistics(
-                device=str(self.device),
-                closed=self._closed,
-                events_created=self._events_created,
-                queries=self._queries,
-                queries_not_done=self._queries_not_done,
-                host_waits=self._host_waits,
-                streams=streams,
-            )
 
     def close(self) -> None:
         """Wait for all streams; any later use raises. Closing twice is fine."""
@@ -241,17 +165,6 @@ class StreamManager:
         if not isinstance(event, Event):
             raise DeviceError(f"event = {event!r}: expected an Event; create_event() makes one")
         self.device.require_own("an event", event.device)
-
-    def _count(self, index: int, what: str) -> None:
-        with self._lock:
-            setattr(self._counts[index], what, getattr(self._counts[index], what) + 1)
-
-
-class _Counts:
-    __slots__ = ("records", "selected", "synchronizations", "waits")
-
-    def __init__(self) -> None:
-        self.records = self.selected = self.synchronizations = self.waits = 0
 
 
 def _stream_name(index: int, roles: dict[str, int]) -> str:

@@ -19,7 +19,6 @@ import yaml
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
 from headrace.file_lock import FileLock
-from headrace.schema import read_yaml
 
 log = logging.getLogger("headrace")
 
@@ -130,10 +129,6 @@ class RunFolder:
                 "expected dicts, lists, strings, numbers, true, false and null"
             ) from problem
         replace_file(self.config, text, RunError)
-
-    def read_config(self) -> dict[str, Any]:
-        """The content of `config.yaml`."""
-        return dict(read_yaml(self.config, RunError))
 
     def remove_if_untrained(self) -> None:
         """Remove the folder, unless a run has begun to train in it. Hold its lock meanwhile."""

@@ -67,11 +67,6 @@ class UseSummary:
     mean: UseSample
     peak: UseSample
 
-    @property
-    def most(self) -> UseSample:
-        """The former name of `peak`."""
-        return self.peak
-
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

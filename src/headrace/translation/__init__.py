@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from headrace.translation.corpus.corpus import ScoredPairs as ScoredPairs
     from headrace.translation.corpus.corpus import describe_shared as describe_shared
     from headrace.translation.corpus.corpus import read_corpus as read_corpus
-    from headrace.translation.corpus.corpus import read_pairs as read_pairs
     from headrace.translation.corpus.corpus import read_scored_pairs as read_scored_pairs
     from headrace.translation.corpus.prepare import check_data as check_data
     from headrace.translation.corpus.prepare import prepared_for as prepared_for

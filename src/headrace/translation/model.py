@@ -13,15 +13,14 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.errors import HeadraceError, TranslationError
-from headrace.schema import Checked, choice, number, refuse_unknown, whole
+from headrace.errors import TranslationError
 from headrace.translation.attention import Mask, Packing, attend, attention_dtype
 from headrace.translation.corpus.vocabulary import EOS as EOS
 from headrace.translation.corpus.vocabulary import PAD as PAD
@@ -29,31 +28,26 @@ from headrace.translation.corpus.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSettings(Checked):
+class ModelSettings:
     """The size of the model. Vocabulary sizes are not settings: they come with the data."""
 
-    error: ClassVar[type[HeadraceError]] = TranslationError
-
-    width: int = whole(512, 2, 1 << 16, "width between layers (d_model); even")
-    heads: int = whole(8, 1, 1024, "attention heads; divides width")
-    encoder_layers: int = whole(6, 1, 1024, "encoder layers")
-    decoder_layers: int = whole(6, 1, 1024, "decoder layers")
-    inner: int = whole(2048, 1, 1 << 20, "width of the feed-forward layers")
-    dropout: float = number(0.1, 0.0, 1.0, "dropout probability, below 1")
-    norm: Literal["pre", "post"] = choice(
-        "pre", "layer norm before each sublayer (more stable) or after it"
-    )
-    tied: bool = choice(True, "output and target embedding share weights; if joint, source too")
-    max_length: int = whole(512, 2, 1 << 20, "maximum tokens per sentence, with bos and eos")
-    attention_dropout: float | None = number(
-        None, 0.0, 1.0, "dropout of attention weights, below 1; none: as dropout"
-    )
+    width: int = 512  # between layers (d_model); even
+    heads: int = 8  # divides width
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    inner: int = 2048  # width of the feed-forward layers
+    dropout: float = 0.1
+    norm: Literal["pre", "post"] = "pre"  # before each sublayer (more stable) or after it
+    tied: bool = True  # output and target embedding share weights; if joint, source too
+    max_length: int = 512  # maximum tokens per sentence, with bos and eos
+    attention_dropout: float | None = None  # of attention weights; None: as dropout
 
     def __post_init__(self) -> None:
-        Checked.__post_init__(self)
         for name in ("dropout", "attention_dropout"):
-            if getattr(self, name) == 1:
-                raise TranslationError(f"{name} = 1: expected a number below 1")
+            if not 0 <= (getattr(self, name) or 0) < 1:
+                raise TranslationError(
+                    f"{name} = {getattr(self, name)}: expected a number from 0, below 1"
+                )
         if self.width % 2 or self.width % self.heads:
             raise TranslationError(
                 f"width = {self.width}: expected an even number, a multiple of heads = {self.heads}"
@@ -68,12 +62,7 @@ class ModelSettings(Checked):
 
     def replace(self, **changes: Any) -> ModelSettings:
         """A copy with these fields changed."""
-        refuse_unknown(changes, self.field_names(), "model", TranslationError)
         return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; `ModelSettings(**values)` restores them."""
-        return dataclasses.asdict(self)
 
 
 # Without cuDNN's kernels, which make a new plan for each shape: lengths vary here.

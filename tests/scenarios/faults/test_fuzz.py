@@ -38,7 +38,7 @@ from headrace.device import open_device
 from headrace.errors import HeadraceError
 from headrace.lifecycle import MetricsLog, RunFolder, read_metrics
 from headrace.plan import load_plan
-from headrace.translation import Trainer, TrainSettings, read_corpus, read_pairs
+from headrace.translation import Trainer, TrainSettings, read_corpus, read_scored_pairs
 from headrace.translation.build import check_policies
 from headrace.translation.corpus.prepare import prepare
 from headrace.translation.corpus.prepared import load_prepared
@@ -205,7 +205,7 @@ def test_data(how: list[Any], name: str, skip_bad: bool, packed_first: bool) -> 
             files = [files, folder / "a.de"]
         for read in (
             lambda: read_corpus(files, src="en", trg="de", skip_bad=skip_bad),
-            lambda: read_pairs(files, src="en", trg="de", skip_bad=skip_bad),
+            lambda: read_scored_pairs(files, src="en", trg="de", skip_bad=skip_bad),
         ):
             read_or_refused(read)
 

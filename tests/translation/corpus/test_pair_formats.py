@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import CorpusError
-from headrace.translation import read_corpus, read_pairs
+from headrace.translation import read_corpus, read_scored_pairs
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import find_pair_files
 from headrace.translation.corpus.pair_formats import recognize
@@ -40,7 +40,7 @@ def put(path: Path, content: str | bytes) -> Path:
 
 
 def pairs_in(*paths: Path, src: str = "en", trg: str = "fr") -> list[tuple[str, str]]:
-    return read_pairs(list(paths) if len(paths) > 1 else paths[0], src=src, trg=trg)
+    return read_scored_pairs(list(paths) if len(paths) > 1 else paths[0], src=src, trg=trg).pairs
 
 
 def refused(*paths: Path, src: str = "en", trg: str = "fr") -> str:
@@ -143,7 +143,7 @@ def test_a_line_that_the_beginning_cuts_off_is_not_looked_at(tmp_path: Path) -> 
 def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     path = put(tmp_path / "a.csv", b'en,fr\n"two\nlines",deux\na,b,c\n"x"y,z\n\xff,b\nGo.,Va !\n')
     assert f"{path}:4: has 3 columns; expected 2, comma-separated" == refused(path)
-    found = read_pairs(path, src="en", trg="fr", skip_bad=True)
+    found = read_scored_pairs(path, src="en", trg="fr", skip_bad=True).pairs
     assert found == [("two lines", "deux"), ("Go.", "Va !")]
     put(path, 'en,fr\na,b\n"c,d\n' + "e,f\n" * 50_000)
     assert (
@@ -377,7 +377,7 @@ def test_the_split_to_score(tmp_path: Path) -> None:
     put(folder / "valid.tsv", "Yes\tOui\n")
 
     def scored(data: Path | list[Path], split: str | None) -> object:
-        return read_pairs(data, src="en", trg="fr", split=split)
+        return read_scored_pairs(data, src="en", trg="fr", split=split).pairs
 
     def missing(data: Path | list[Path], split: str) -> str:
         with pytest.raises(CorpusError) as caught:

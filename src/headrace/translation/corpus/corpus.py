@@ -131,19 +131,6 @@ def read_corpus(
     return read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
 
 
-def read_pairs(
-    data: Path | Sequence[Path],
-    *,
-    src: str,
-    trg: str,
-    split: str | None = None,
-    skip_bad: bool = False,
-) -> list[Pair]:
-    """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
-    empty pairs. Without `split`: test, or valid if there is no test, or the only one there is."""
-    return read_scored_pairs(data, src=src, trg=trg, split=split, skip_bad=skip_bad).pairs
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredPairs:
     """Pairs to score. `name` is their split or, if the files have no splits, their files' names.
@@ -162,7 +149,8 @@ def read_scored_pairs(
     split: str | None = None,
     skip_bad: bool = False,
 ) -> ScoredPairs:
-    """`read_pairs`, with what is said about them."""
+    """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
+    empty pairs. Without `split`: test, or valid if there is no test, or the only one there is."""
     sides = Sides(src, trg)
     splits = find_pair_files(data, sides, require_train=False)
     name = split or next((one for one in ("test", "valid") if one in splits), None)
