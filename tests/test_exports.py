@@ -48,11 +48,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = headrace.Enigne
 
 
-def test_import_loads_neither_torch_nor_a_gpu() -> None:
+def test_import_loads_neither_torch_nor_a_gpu_nor_frameworks() -> None:
     program = (
         "import sys, headrace; assert 'torch' not in sys.modules; "
-        "headrace.Plan, headrace.StreamManager; import torch; "
-        "assert not torch.cuda.is_initialized()"
+        "headrace.Plan, headrace.StreamManager, headrace.speed_up; import torch; "
+        "assert not torch.cuda.is_initialized(); import headrace.integrations; "
+        "assert not {'lightning', 'transformers', 'accelerate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

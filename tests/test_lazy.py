@@ -16,16 +16,17 @@ def test_a_name_is_loaded_when_it_is_used(tmp_path: Path, monkeypatch: pytest.Mo
         "TYPE_CHECKING = False\n"
         "if TYPE_CHECKING:\n"
         "    from lazily.part import late as late\n"
+        "    from lazily.part import extra as extra  # extra\n"
         "__all__, __getattr__, __dir__ = lazy(__name__, __file__, 'own')\n"
         "own = 1\n"
     )
-    (package / "part.py").write_text("late = 2\n")
+    (package / "part.py").write_text("late = 2\nextra = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     import lazily  # type: ignore[import-not-found]
 
     assert lazily.__all__ == dir(lazily) == ["late", "own"]
     assert "lazily.part" not in sys.modules
-    assert (lazily.own, lazily.late) == (1, 2)
+    assert (lazily.own, lazily.late, lazily.extra) == (1, 2, 3)
     assert "lazily.part" in sys.modules
     with pytest.raises(AttributeError, match="module 'lazily' has no attribute 'later'"):
         _ = lazily.later

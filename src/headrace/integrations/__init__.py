@@ -1,0 +1,22 @@
+"""`hr.speed_up` inside other training frameworks: a file for each, which is imported on first use.
+
+    trainer = lightning.Trainer(callbacks=[hr.lightning.SpeedUp()])
+
+In: a framework's trainer. Out: the same losses, weights, logged values and checkpoints, with the
+model and the optimizer as graphs, and without the framework's own waits for the device. Accelerate
+needs nothing from here: `hr.speed_up` takes what it prepares. Importing this package imports no
+framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_MODULES = ("lightning",)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
