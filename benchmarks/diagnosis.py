@@ -32,8 +32,9 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,19 @@ def main() -> None:
         if time.monotonic() > end:
             result["skipped"].append(name)
             continue
-        result[kind][name] = found = _in_a_process(kind, name, options)
+        result[kind][name] = found = in_a_process(partial(JOBS[kind], name, options))
         print(name, json.dumps(found)[:400], flush=True)
         if options.out is not None:
             save(options.out, result)
     if options.cases != "none":
-        result["overhead"] = _in_a_process("overhead", "", options)
+        result["overhead"] = in_a_process(partial(_overhead, options))
     result = header("diagnosis.py") | result  # not before: it opens the GPU
     _report(result)
     if options.out is not None:
         save(options.out, result)
 
 
-def _in_a_process(kind: str, name: str, options: Any) -> dict[str, Any]:
+def in_a_process(job: Callable[[Device], dict[str, Any]]) -> dict[str, Any]:
     """Do one job in a process of its own: launches are slower after the first profile of a process,
     and `diagnose` profiles once. It forks, to import everything only once; so this process must not
     use the GPU."""
@@ -96,13 +97,7 @@ def _in_a_process(kind: str, name: str, options: Any) -> dict[str, Any]:
 
     def work() -> None:
         try:
-            device = open_device("auto")
-            if kind == "overhead":
-                found = _overhead(device, options)
-            elif kind == "cases":
-                found = _case(name, device, options)
-            else:
-                found = _work(name, device, options)
+            found = job(open_device("auto"))
         except Exception as problem:  # a failure is a result, too
             traceback.print_exc()
             found = {"error": f"{type(problem).__name__}: {problem}"}
@@ -123,14 +118,16 @@ def _names(text: str) -> list[str]:
     return [] if text == "none" else text.split(",")
 
 
-def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisResult:
+def observe(
+    name: str, steps: Iterator[Any], traces: Path | None = None, settings: Settings = WINDOWS
+) -> DiagnosisResult:
     """Diagnose a loop, as the command does: then it is ended. With `traces`, its trace is kept
     there, to be replayed elsewhere."""
 
     def end() -> None:
         raise ProgramEnded
 
-    session = Session(WINDOWS, on_complete=end, takes_batches=True)
+    session = Session(settings, on_complete=end, takes_batches=True)
     with suppress(ProgramEnded), session:
         for _ in islice(steps, 60):
             pass
@@ -145,7 +142,7 @@ def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisR
 # --- slow scripts ---------------------------------------------------------------------------------
 
 
-def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
+def _case(name: str, options: Any, device: Device) -> dict[str, Any]:
     case, target = slow_scripts.CASES[name], device.torch_device
     tiny = options.tiny
     loops = {
@@ -162,13 +159,13 @@ def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
         slow / mended
         for slow, mended in zip(measured["slow"]["all"], measured["mended"]["all"], strict=True)
     ]
-    result = _observe(name, slow_scripts.train(name, target, tiny=tiny), options.traces)
+    result = observe(name, slow_scripts.train(name, target, tiny=tiny), options.traces)
     gain = statistics.median(ratios)
     predicted = _predicted(result, case.change)
     return {
         "cause": case.cause,
-        "found": _largest(result),
-        "line": _line_found(result) if case.change == "line" or case.cause == "host" else None,
+        "found": largest_idle(result),
+        "line": line_found(result) if case.change == "line" or case.cause == "host" else None,
         "slow_ms": measured["slow"]["ms"],
         "mended_ms": measured["mended"]["ms"],
         "speedup": round(gain, 4),
@@ -176,7 +173,7 @@ def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
         "predicted_speedup": predicted,
         # The step that is predicted, against the mended one, both relative to the slow one.
         "error": None if predicted is None else round(gain / predicted - 1, 4),
-        **_summary(result),
+        **summary(result),
     }
 
 
@@ -193,7 +190,7 @@ def _predicted(result: DiagnosisResult, change: str) -> float | None:
     return None
 
 
-def _largest(result: DiagnosisResult) -> str | None:
+def largest_idle(result: DiagnosisResult) -> str | None:
     parts = result.parts
     if parts is None:
         return None
@@ -201,12 +198,12 @@ def _largest(result: DiagnosisResult) -> str | None:
     return max(idle, key=lambda name: getattr(parts, name))
 
 
-def _line_found(result: DiagnosisResult) -> bool:
+def line_found(result: DiagnosisResult) -> bool:
     lines = [one.line for one in (*result.lines, *result.python_lines)]
     return any(line is not None and "# slow" in line.text for line in lines)
 
 
-def _summary(result: DiagnosisResult) -> dict[str, Any]:
+def summary(result: DiagnosisResult) -> dict[str, Any]:
     parts = result.parts
     return {
         "outcome": result.outcome,
@@ -241,7 +238,7 @@ def _summary(result: DiagnosisResult) -> dict[str, Any]:
     }
 
 
-def _overhead(device: Device, options: Any) -> dict[str, Any]:
+def _overhead(options: Any, device: Device) -> dict[str, Any]:
     """A step with the hooks of `diagnose` installed, which only count, against one without."""
     loops = [slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny)]
     loops.append(slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny))
@@ -264,8 +261,9 @@ def _overhead(device: Device, options: Any) -> dict[str, Any]:
 # --- works ----------------------------------------------------------------------------------------
 
 
-def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
-    measured = _measured(name, device, options)
+@contextmanager
+def steps_of_work(name: str, device: Device, tiny: bool) -> Iterator[Iterator[Any]]:
+    """The steps of a script in `works/`, as it is measured."""
     sys.path.insert(0, str(FOLDER / "works"))
     try:
         spec = importlib.util.spec_from_file_location(name, FOLDER / "works" / f"{name}.py")
@@ -273,12 +271,17 @@ def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        given = {"tiny": True} if options.tiny else {"pin": True}  # as it was measured
-        steps = module.train(device.torch_device, **given)
-        result = _observe(name, steps, options.traces)
+        steps = module.train(device.torch_device, **({"tiny": True} if tiny else {"pin": True}))
+        yield steps
         steps.close()
     finally:
         sys.path.pop(0)
+
+
+def _work(name: str, options: Any, device: Device) -> dict[str, Any]:
+    measured = _measured(name, device, options)
+    with steps_of_work(name, device, options.tiny) as steps:
+        result = observe(name, steps, options.traces)
     predicted = {one.change: one.speedup for one in result.predictions}
     # As the plain script's time differs between the turns and the diagnosis, both speed-ups are
     # relative to the plain script's time beside them. A graph's own time hardly varies.
@@ -289,7 +292,7 @@ def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
             errors[plan] = round(row["speed-up"][0] / speedup - 1, 4)
             errors_of_ms[plan] = round(result.step_ms / speedup / row["ms"] - 1, 4)
     found = {"measured": measured, "errors": errors, "errors_of_ms": errors_of_ms}
-    return found | _summary(result)
+    return found | summary(result)
 
 
 def _measured(name: str, device: Device, options: Any) -> dict[str, Any]:
@@ -391,6 +394,8 @@ def _shares(one: dict[str, Any]) -> str:
     shown = {name: value / total for name, value in parts.items() if value / total >= 0.02}
     return " ".join(f"{name[:5]} {share:.0%}" for name, share in shown.items())
 
+
+JOBS = {"cases": _case, "works": _work}
 
 if __name__ == "__main__":
     main()

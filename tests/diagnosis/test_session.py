@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,44 @@ def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
     assert measured.clean_total_ns >= sum(measured.clean_ns)
     assert measured.backwards == 2
     assert measured.loader == LoaderFacts(workers=0, pins=False, batch_tensors=1)
+
+
+@pytest.mark.parametrize("cupti", [True, False])
+def test_without_cupti_events_take_the_profilers_place(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch, cupti: bool
+) -> None:
+    """If it is not wanted, and if it records nothing."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(session_module, "read_trace", lambda *given: None)
+    monkeypatch.setattr(session_module, "_WORTH_SAMPLING", -1.0)  # so that Python's lines are, too
+    session = Session(replace(FAST, cupti=cupti))
+    with session:
+        trained(30)
+    measured = session.seen.measured
+    assert ("profiled" in on_gpu) is cupti
+    assert measured.is_complete
+    assert measured.missing == []
+    assert not measured.has_cupti
+    assert measured.trace is not None
+    assert (measured.trace.steps, len(measured.waits)) == (3, 2)
+    assert measured.trace.launches_per_step() > 3
+    assert len(measured.trace.inputs) == 3
+    assert any("without CUPTI" in note for note in session.seen.notes)
+
+
+def test_a_script_that_ends_before_the_device_was_measured_has_no_breakdown(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    session = Session(replace(FAST, cupti=False))
+    with session:
+        trained(10)
+    measured = session.seen.measured
+    assert measured.profiled_steps == 2
+    assert measured.trace is None
+    assert "no breakdown" in measured.missing[0]
 
 
 class Ended(BaseException):

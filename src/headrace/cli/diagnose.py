@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WINDOWS, _OUTPUT = "Windows", "Output"
 #: Parameters that a trace has no use for.
-_OF_PROGRAMS = ("warmup", "steps", "profiled", "lines", "step_line", "then", "fake")
+_OF_PROGRAMS = ("warmup", "steps", "profiled", "lines", "step_line", "cupti", "then", "fake")
 EXAMPLE = """\
 Examples:
 $ headrace diagnose train.py --lr 3e-4
@@ -68,6 +68,14 @@ def diagnose(
             rich_help_panel=_WINDOWS,
         ),
     ] = None,
+    cupti: Annotated[
+        bool,
+        typer.Option(
+            "--cupti/--no-cupti",
+            help="Trace kernels with CUPTI if it works here, or time them with CUDA events.",
+            rich_help_panel=_WINDOWS,
+        ),
+    ] = True,
     then: Annotated[
         Then, typer.Option(help="Stop the script after the last window, or let it continue.")
     ] = Then.STOP,
@@ -160,7 +168,7 @@ def diagnose(
             name,
             arguments,
             as_module=module,
-            settings=Settings(warmup, steps, profiled, lines, line),
+            settings=Settings(warmup, steps, profiled, lines, line, cupti),
             then=then.value,
             fake=fake,
             command=command,

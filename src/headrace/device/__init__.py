@@ -19,6 +19,7 @@ from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
 from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait, torch_draw
 from headrace.device.host_activity import noting_host_draws
+from headrace.device.host_operators import HostOperator, profiled_operators
 from headrace.device.kineto import chrome_trace, is_profiling
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
 from headrace.device.opening import available_devices, open_device
@@ -33,6 +34,7 @@ __all__ = [
     "Device",
     "Event",
     "Graph",
+    "HostOperator",
     "Kind",
     "Ledger",
     "LedgerStatistics",
@@ -58,6 +60,7 @@ __all__ = [
     "noting_host_draws",
     "open_device",
     "pack_spans",
+    "profiled_operators",
     "torch_draw",
     "unpack_spans",
 ]

@@ -312,6 +312,11 @@ class Device(abc.ABC):
         """Whether the current stream is being captured, by whomever."""
         return False
 
+    def delay(self, ns: int) -> bool:
+        """Keep the current stream busy for about so long, without a host wait. False if this device
+        cannot."""
+        return False
+
     def watch(self) -> AbstractContextManager[list[Obstacle]]:
         """Watch a step that runs in the block. Afterwards the list has what a graph could not
         repeat: host waits, copies from host memory, random numbers drawn on the host."""

@@ -26,6 +26,8 @@ from headrace.source_lines import users_line
 
 _READ_USE_EVERY_NS = 1_000_000_000
 _MARKER_CYCLES = 1000
+# How long the kernel runs that measures how long it runs: about a millisecond.
+_MEASURED_CYCLES = 2_000_000
 
 
 class _StreamId(NamedTuple):
@@ -146,6 +148,7 @@ class CudaDevice(AcceleratorDevice):
     _use: float | None = None
     _use_asked_ns = 0
     _memory_limit: int | None = None
+    _cycles_per_ns: float | None = None
 
     def __init__(self, torch_device: torch.device, ledger: Ledger | None = None) -> None:
         super().__init__(torch_device, ledger)
@@ -304,6 +307,21 @@ class CudaDevice(AcceleratorDevice):
             torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
         else:
             raw.reset()
+
+    def delay(self, ns: int) -> bool:
+        if self._cycles_per_ns is None:
+            self._cycles_per_ns = self._measure_delay()
+        torch.cuda._sleep(max(1, round(ns * self._cycles_per_ns)))
+        return True
+
+    def _measure_delay(self) -> float:
+        begin, end = self.event(timing=True), self.event(timing=True)
+        for _ in range(2):  # the first launch loads the kernel
+            begin.record()
+            torch.cuda._sleep(_MEASURED_CYCLES)
+            end.record()
+            self.synchronize("delay")
+        return _MEASURED_CYCLES / max(1.0, begin.elapsed_ms(end) * 1e6)
 
     @contextmanager
     def watch(self) -> Iterator[list[Obstacle]]:

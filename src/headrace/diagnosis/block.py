@@ -44,6 +44,7 @@ def diagnose(
     profiled: int = 8,
     lines: int = 5,
     step_line: str | None = None,
+    cupti: bool = True,
 ) -> Iterator[Diagnosis]:
     """Watch the training steps inside the block, in a notebook for example.
 
@@ -54,10 +55,11 @@ def diagnose(
     The numbers are the steps of the warm-up and of each window. The block should train for at least
     their sum, and `lines` more if the GPU waits for Python; what is known after fewer is shown.
     `step_line` names a line that runs once per step, as in "train.py:120", if no optimizer says
-    what a step is. Inside a `fake_cuda()` block, waits and races are found, without times.
+    what a step is. With `cupti=False`, CUDA events take the place of the profiler, as they do where
+    it records no kernels. Inside a `fake_cuda()` block, waits and races are found, without times.
     """
     line = StepLine.parse(step_line) if step_line is not None else None
-    settings, fake = Settings(warmup, clean, profiled, lines, line), _fake_device()
+    settings, fake = Settings(warmup, clean, profiled, lines, line, cupti), _fake_device()
     races_before = 0 if fake is None else len(fake.findings())
     diagnosis, session = Diagnosis(), Session(settings, fake)
     session.seen.is_block = True

@@ -112,7 +112,8 @@ def explain(
         races=races,
         notes=tuple(_notes(seen, parts, replay)),
         missing=tuple(_missing(seen, replay, lines)),
-        timeline=_timeline(trace, lines) if trace is not None else None,
+        has_cupti=measured.has_cupti,
+        timeline=_timeline(trace, lines) if trace is not None and measured.has_cupti else None,
         environment=environment,
     )
     return replace(result, verdict=verdict_of(result, seen))

@@ -25,6 +25,10 @@ _MIN_BATCHES, _MAX_BATCHES = 4, 32
 _MAX_S = 4.0
 
 
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(slots=True)
 class LoaderFacts:
     """How a loader is made. `batch_tensors` is the number of tensors in a batch; `batch_ms` is how
@@ -45,6 +49,8 @@ class Loaders:
         self._dataset: int | None = None
         self._then: Callable[[], object] | None = None
         self._thread: int | None = None
+        self._begins: Callable[[], object] = _nothing
+        self._ends: Callable[[], object] = _nothing
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -63,15 +69,19 @@ class Loaders:
             yield
 
     @contextmanager
-    def noted(self) -> Iterator[list[tuple[int, int]]]:
+    def noted(
+        self, begins: Callable[[], object] | None = None, ends: Callable[[], object] | None = None
+    ) -> Iterator[list[tuple[int, int]]]:
         """Yield the list of times, from and to, in which the script waited for a batch inside the
-        block."""
+        block. `begins` and `ends` are called then."""
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
+        self._begins, self._ends = begins or _nothing, ends or _nothing
         try:
             yield inputs
         finally:
             self._inputs = None
+            self._begins = self._ends = _nothing
 
     @property
     def facts(self) -> LoaderFacts | None:
@@ -88,11 +98,13 @@ class Loaders:
         return True
 
     def _noting(self, original: Any, iterator: Any, inputs: list[tuple[int, int]]) -> Any:
+        self._begins()
         start_ns = time.perf_counter_ns()
         try:
             batch = original(iterator)
         finally:
             inputs.append((start_ns, time.perf_counter_ns()))
+            self._ends()
         if self._dataset != id(iterator._dataset):
             self._dataset = id(iterator._dataset)
             tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch))

@@ -38,6 +38,7 @@ from headrace.diagnosis.steps import (
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.diagnosis.without_cupti import HostSteps, TimedSteps
 from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.records import LineRecord
@@ -51,6 +52,8 @@ _MIN_STEPS = 2
 _CLOCK_PAUSES_S = 0.0, 0.0, 0.0002, 0.0006, 0.001
 #: After so many backward passes without an optimizer step, each backward pass counts as a step.
 _MANY_BACKWARDS = 64
+#: Steps in which the device's work is measured without CUPTI.
+_MEASURED_STEPS = 4
 #: From this share of idle time on, the lines of Python between launches are looked for.
 _WORTH_SAMPLING = 0.02
 
@@ -64,6 +67,8 @@ class Settings:
     profiled: int = 8
     lines: int = 5
     step_line: StepLine | None = None
+    #: Whether to use PyTorch's profiler, if CUPTI works; else only CUDA events.
+    cupti: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 1), ("clean", 2), ("profiled", 1), ("lines", 1)):
@@ -97,6 +102,8 @@ class Measurements:
     clean_total_ns: int = 0
     nvml_share: float | None = None
     trace: StepTrace | None = None
+    #: Whether the trace is the profiler's: else it has no single kernels.
+    has_cupti: bool = True
     profiled_steps: int = 0
     profiled_total_ns: int = 0
     loader: LoaderFacts | None = None
@@ -197,6 +204,7 @@ class Session:
         #: A script without optimizers may update its weights itself.
         self._may_lack_optimizers = self.settings.step_line is None
         self._backwards = 0
+        self._timed: TimedSteps | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
@@ -376,12 +384,36 @@ class Session:
         def keep(traced: _Traced) -> None:
             measured.profiled_steps, measured.profiled_total_ns = traced.steps, traced.total_ns
             measured.trace = traced.trace
+
+        if self.settings.cupti:
+            try:
+                yield from self._traced_steps(device, self.settings.profiled, keep)
+            except RuntimeError as problem:
+                self.seen.note(f"PyTorch's profiler failed: {problem}")
+        if measured.trace is None:
+            yield from self._timed_window(device)
+
+    def _timed_window(self, device: Device) -> Iterator[None]:
+        """Without CUPTI: what the host does, then what the device's work takes."""
+        measured = self.seen.measured
+        timed = TimedSteps(device, self._torch_calls, self._loaders, self._steps)
+        noted: list[HostSteps] = []
+        try:
+            yield from timed.note_host(self.settings.profiled, noted.append)
+            yield from timed.measure_device(_MEASURED_STEPS, noted[0])
+        finally:
+            measured.loader = self._loaders.facts
+            if noted:
+                measured.profiled_steps = len(noted[0].marks)
+                measured.profiled_total_ns = noted[0].marks[-1] - noted[0].start_ns
+                measured.trace = timed.trace(noted[0])
+            measured.has_cupti = False
             if measured.trace is None:
                 measured.missing.append(
-                    "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
+                    "neither CUPTI nor CUDA events showed work of the GPU: no breakdown"
                 )
-
-        yield from self._traced_steps(device, self.settings.profiled, keep)
+        self.seen.note(timed.label)
+        self._timed = timed
 
     def _python_window(self, device: Device, trace: StepTrace) -> Iterator[None]:
         """Where Python between launches makes the device wait: at which lines? Ranks leave this
@@ -393,8 +425,17 @@ class Session:
             if traced.trace is not None:
                 self.seen.measured.python_lines = python_lines(traced.trace, samples)
 
+        def keep_timed(host: HostSteps) -> None:
+            assert self._timed is not None
+            of_host = self._timed.trace(host)
+            if of_host is not None:
+                self.seen.measured.python_lines = python_lines(of_host, samples)
+
         with sampled_lines() as samples:
-            yield from self._traced_steps(device, self.settings.lines, keep)
+            if self._timed is None:
+                yield from self._traced_steps(device, self.settings.lines, keep)
+            else:
+                yield from self._timed.note_host(self.settings.lines, keep_timed)
 
     def _traced_steps(
         self, device: Device, count: int, keep: Callable[[_Traced], object]

@@ -46,6 +46,7 @@ class TorchCalls:
         self._is_inside = False
         self._steps = 0  # of optimizers that call each other
         self._step_since_ns = 0
+        self._on_edge: Callable[[str], object] | None = None
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
@@ -62,11 +63,13 @@ class TorchCalls:
             ends.remove()
 
     @contextmanager
-    def noted(self) -> Iterator[list[TorchCall]]:
-        """Yield the list of calls made inside the block. A call is added when it ends."""
+    def noted(self, on_edge: Callable[[str], object] | None = None) -> Iterator[list[TorchCall]]:
+        """Yield the list of calls made inside the block. A call is added when it ends. `on_edge` is
+        called when one begins, with its kind, and when it has ended, with "after" its kind."""
         is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
         thread = threading.main_thread() if is_autograds else threading.current_thread()
         self._calls, self._thread, self._steps = [], thread.ident, 0
+        self._on_edge = on_edge
         functions: tuple[tuple[Any, str, TorchCallKind], ...] = (
             (torch.nn.Module, "__call__", "forward"),
             (torch.autograd, "backward", "backward"),
@@ -82,7 +85,11 @@ class TorchCalls:
             try:
                 yield self._calls
             finally:
-                self._thread = None
+                self._thread = self._on_edge = None
+
+    def _tell(self, edge: str) -> None:
+        if self._on_edge is not None:
+            self._on_edge(edge)
 
     def _noting(self, function: Callable[..., Any], kind: TorchCallKind) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -91,6 +98,7 @@ class TorchCalls:
                 return function(*args, **kwargs)
             if self._is_inside or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
+            self._tell(kind)
             self._is_inside, start_ns = True, time.perf_counter_ns()
             try:
                 return function(*args, **kwargs)
@@ -98,6 +106,7 @@ class TorchCalls:
                 self._is_inside, end_ns = False, time.perf_counter_ns()
                 self._calls.append(TorchCall(start_ns, end_ns, kind))
                 self._step_since_ns = end_ns
+                self._tell(f"after {kind}")
 
         return noting
 
@@ -105,6 +114,7 @@ class TorchCalls:
         if threading.get_ident() == self._thread and not self._is_inside:
             self._steps += 1
             if self._steps == 1:
+                self._tell("optimizer")
                 self._step_since_ns = time.perf_counter_ns()
 
     def _end_step(self) -> None:
@@ -114,3 +124,4 @@ class TorchCalls:
         if self._steps == 0:
             now_ns = time.perf_counter_ns()
             self._calls.append(TorchCall(self._step_since_ns, now_ns, "optimizer"))
+            self._tell("after optimizer")

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -225,18 +226,45 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
             stack.enter_context(_fake_waits(device, on_wait))
         else:
             in_call = threading.local()
-            stack.enter_context(_explicit_waits(on_wait, in_call))
-            stack.enter_context(_cuda_waits(on_wait, in_call))
+            telling = partial(_telling, on_wait=on_wait, in_call=in_call)
+            stack.enter_context(_explicit_waits(telling))
+            stack.enter_context(_cuda_waits(lambda frame: on_wait(wait_at(frame)), in_call))
             stack.enter_context(_pageable_copies(on_wait))
             stack.enter_context(_thrust_waits(on_wait))
         yield
 
 
 @contextmanager
-def _explicit_waits(on_wait: Callable[[Wait], object], in_call: threading.local) -> Iterator[None]:
-    """Calls that say that they wait. Functions are replaced below `torch.cuda`, since a script may
-    have imported its functions by name. `in_call.waits` is True inside a call: PyTorch may report
-    the same wait."""
+def watch_moments(
+    begins: Callable[[], object], ends: Callable[[], object], before_hidden: Callable[[], object]
+) -> Iterator[None]:
+    """Call `begins` and `ends` around each explicit host wait inside the block, and `before_hidden`
+    before each one inside an operation, in the thread that waits. Lines are not looked for."""
+    in_call = threading.local()
+
+    def around(original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begins()
+            in_call.waits = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                in_call.waits = False
+                ends()
+
+        return call
+
+    with _explicit_waits(around), _cuda_waits(lambda frame: before_hidden(), in_call):
+        yield
+
+
+@contextmanager
+def _explicit_waits(
+    telling: Callable[[Callable[..., Any], str], Callable[..., Any]],
+) -> Iterator[None]:
+    """Calls that say that they wait, replaced by what `telling` makes of each, given its name.
+    Functions are replaced below `torch.cuda`, since a script may have imported its functions by
+    name."""
     cuda: Any = torch.get_device_module("cuda")
     driver: Any = torch._C
     with ExitStack() as stack:
@@ -249,10 +277,10 @@ def _explicit_waits(on_wait: Callable[[Wait], object], in_call: threading.local)
             (cuda.Event, "synchronize", "Event.synchronize"),
         ):
             if hasattr(owner, name):  # PyTorch for the CPU lacks some
-                call = _telling(getattr(owner, name), operation, on_wait, in_call)
+                call = telling(getattr(owner, name), operation)
                 stack.enter_context(replaced(owner, name, call))
         generic: Any = torch.Event  # whatever the device; it is written in C
-        call = _telling(generic.synchronize, "Event.synchronize", on_wait, in_call)
+        call = telling(generic.synchronize, "Event.synchronize")
         stack.enter_context(replaced_in_c(generic, "synchronize", call))
         yield
 
@@ -263,7 +291,8 @@ def _telling(
     on_wait: Callable[[Wait], object],
     in_call: threading.local,
 ) -> Callable[..., Any]:
-    """The function, which also tells that it waits."""
+    """The function, which also tells that it waits. `in_call.waits` is True inside it: PyTorch may
+    report the same wait."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         in_call.waits = True
@@ -314,9 +343,11 @@ def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
 
 
 @contextmanager
-def _cuda_waits(on_wait: Callable[[Wait], object], in_call: threading.local) -> Iterator[None]:
-    """Operations that PyTorch reports. It warns, so the warning is taken out of the way of the
-    user's filters and handlers; every other warning goes its usual way."""
+def _cuda_waits(
+    before_wait: Callable[[FrameType], object], in_call: threading.local
+) -> Iterator[None]:
+    """Operations that PyTorch reports, before they wait. It warns, so the warning is taken out of
+    the way of the user's filters and handlers; every other warning goes its usual way."""
     cuda: Any = torch.get_device_module("cuda")
     module: Any = warnings
     original, mode = module._showwarnmsg, cuda.get_sync_debug_mode()
@@ -325,7 +356,7 @@ def _cuda_waits(on_wait: Callable[[Wait], object], in_call: threading.local) -> 
     def show(message: Any) -> None:
         if _SYNCHRONISING in str(message.message):
             if not getattr(in_call, "waits", False):
-                on_wait(wait_at(sys._getframe(1)))
+                before_wait(sys._getframe(1))
         else:
             original(message)
 

@@ -139,6 +139,8 @@ class DiagnosisResult(ResultFile):
     races: int | None = None
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    #: Whether the parts are from the profiler's kernels; else they are from CUDA events.
+    has_cupti: bool = True
     #: The first two steps under the profiler; the host's waits are named by their lines.
     timeline: StoredTimeline | None = None
     environment: Environment = field(default_factory=Environment)

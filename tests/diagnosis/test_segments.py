@@ -1,0 +1,168 @@
+"""Where segments begin, and what the device's work on them takes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.device import open_device
+from headrace.device.cpu import CpuDevice
+from headrace.diagnosis.segments import (
+    PAGEABLE_COPY,
+    WAIT,
+    DeviceEdges,
+    Edge,
+    HostEdges,
+    at_next_line,
+    delays,
+    watching_edges,
+)
+
+US = 1000
+
+
+class Clocked(CpuDevice):
+    """A device that does what it is given in turn, each at once if it is idle, by a host's clock
+    that the test moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ns = self.free_ns = 0
+
+    def run(self, ns: int) -> None:
+        self.free_ns = max(self.free_ns, self.now_ns) + ns
+
+    def delay(self, ns: int) -> bool:
+        self.run(ns)
+        return True
+
+    def event(self, *, timing: bool = False) -> Any:
+        return _Moment(self)
+
+
+class _Moment:
+    def __init__(self, device: Clocked) -> None:
+        self._device = device
+        self.at_ns = 0
+
+    def record(self) -> None:
+        self._device.run(0)
+        self.at_ns = self._device.free_ns
+
+    def query(self) -> bool:
+        return self.at_ns <= self._device.now_ns
+
+    def elapsed_ms(self, end: _Moment) -> float:
+        return (end.at_ns - self.at_ns) / 1e6
+
+
+def launched(device: Clocked, kernels: int, kernel: int, host: int) -> None:
+    for _ in range(kernels):
+        device.now_ns += host
+        device.run(kernel)
+
+
+def test_the_work_is_timed_without_the_gaps_between_launches() -> None:
+    device = Clocked()
+    edges = DeviceEdges(device, {("forward", 0): 300 * US})
+    for _ in range(2):
+        edges.edge("forward")
+        launched(device, 20, kernel=3 * US, host=10 * US)  # the device would be idle for 7 of 10
+        edges.end_step()
+        launched(device, 1, kernel=50 * US, host=10 * US)
+    found = edges.work_ns()
+    assert found["forward", 0] == pytest.approx(60 * US)
+    assert found["step", 0] == pytest.approx(50 * US)
+    assert edges.late_share() == 0
+
+
+def test_a_segment_that_was_launched_late_does_not_count_if_others_were_not() -> None:
+    device = Clocked()
+    edges = DeviceEdges(device, {("forward", 0): 100 * US})
+    for host in (10 * US, 2 * US):
+        edges.edge("forward")
+        launched(device, 20, kernel=3 * US, host=host)
+        edges.end_step()
+    assert edges.work_ns()["forward", 0] == pytest.approx(60 * US)
+    assert edges.late_share() == pytest.approx(0.25)
+
+
+def test_after_a_wait_the_device_is_kept_busy_anew() -> None:
+    device = Clocked()
+    edges = DeviceEdges(device, {})
+    edges.edge("forward")
+    launched(device, 3, kernel=5 * US, host=US)
+    edges.pause()
+    device.now_ns = device.free_ns  # the host waits
+    edges.resume()
+    launched(device, 4, kernel=5 * US, host=20 * US)
+    edges.edge("backward")
+    edges.edge("after backward")
+    found = edges.work_ns()
+    assert found["forward", 0] == pytest.approx(15 * US)
+    assert found[WAIT, 0] == pytest.approx(20 * US)
+    assert found["backward", 0] == 0
+
+
+def test_what_another_thread_does_begins_no_segment() -> None:
+    edges = HostEdges(open_device("cpu"))
+    thread = threading.Thread(target=lambda: edges.edge("forward"))
+    thread.start()
+    thread.join()
+    assert edges.edges == []
+
+
+def test_the_device_is_busy_for_longer_than_the_host_launches() -> None:
+    edges = [Edge(0, ("a", 0)), Edge(40 * US, ("b", 0)), Edge(50 * US, ("a", 0))]
+    found = delays([*edges, Edge(150 * US, ("end", 0))])
+    assert found["a", 0] > 1.2 * 100 * US
+    assert 10 * US < found["b", 0] < found["a", 0]
+
+
+def test_copies_begin_segments_and_the_functions_are_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    edges = HostEdges(open_device("cpu"))
+    to = torch.Tensor.to
+    with watching_edges(edges):
+        torch.ones(2).to("cpu")
+        torch.ones(2).copy_(torch.ones(2))  # within the host
+    assert [edge.key for edge in edges.edges] == [(PAGEABLE_COPY, 0), ("after copy", 0)]
+    assert torch.Tensor.to is to
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_next_line_of_the_script_is_noticed(is_traced: bool) -> None:
+    seen: list[str] = []
+
+    def tracer(frame: Any, event: str, argument: Any) -> Any:
+        return None
+
+    before = sys.gettrace()
+    if is_traced:
+        sys.settrace(tracer)
+    try:
+        value = [at_next_line(lambda: seen.append("next")), seen.append("same")]
+        seen.append("after")
+        assert sys.gettrace() is (tracer if is_traced else before)
+    finally:
+        sys.settrace(before)
+    assert value
+    assert seen == ["same", "next", "after"]
+
+
+def test_the_next_line_may_be_the_callers() -> None:
+    seen: list[str] = []
+
+    def waits() -> None:
+        at_next_line(lambda: seen.append("next"))
+
+    waits()
+    seen.append("after")
+    assert seen == ["next", "after"]
