@@ -88,5 +88,7 @@ def test_aliases_keep_ties_and_are_taken_back() -> None:
         assert aliases[0] is not real
         assert aliases[0].data_ptr() == real.data_ptr()
         assert model[2]._flat_weights[0] is model[2].weight_ih_l0
+        assert not model[2]._weights_have_changed()
     assert model[0].weight is model[1].weight is real
     assert all(one is other for one, other in zip(model[2]._flat_weights, flat, strict=True))
+    assert not model[2]._weights_have_changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -123,10 +124,12 @@ class ModuleGuards:
                 for holder in (module._parameters, *_lists_of_tensors(module)):
                     keys = holder if isinstance(holder, dict) else range(len(holder))
                     for key in list(keys):
-                        alias = alias_of.get(id(holder[key]))
+                        held = holder[key]
+                        by_reference = isinstance(held, weakref.ref)
+                        alias = alias_of.get(id(held() if by_reference else held))
                         if alias is not None:
-                            undo.append((holder, key, holder[key]))
-                            holder[key] = alias
+                            undo.append((holder, key, held))
+                            holder[key] = weakref.ref(alias) if by_reference else alias
             yield made
         finally:
             for holder, key, real in undo:
@@ -141,7 +144,8 @@ def _alias(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _lists_of_tensors(module: torch.nn.Module) -> Iterator[Any]:
-    """Lists and dicts that a module keeps parameters in besides, as recurrent ones do."""
+    """Lists and dicts that a module keeps parameters in besides, or weak references to them.
+    Recurrent ones do both, and would lay out their weights anew if the two did not agree."""
     for name, value in vars(module).items():
         if name not in _OWN and type(value) in (list, dict):
             yield value
