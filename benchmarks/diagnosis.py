@@ -48,7 +48,7 @@ from headrace.diagnosis import Settings
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session
 from headrace.main_program import ProgramEnded
-from headrace.records import DiagnosisResult, Environment, StepParts
+from headrace.records import DiagnosisResult, Environment, TimeParts
 from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent
@@ -194,7 +194,7 @@ def largest_idle(result: DiagnosisResult) -> str | None:
     parts = result.parts
     if parts is None:
         return None
-    idle = [name for name in StepParts.__slots__ if name != "computing"]
+    idle = [name for name in TimeParts.__slots__ if name != "computing"]
     return max(idle, key=lambda name: getattr(parts, name))
 
 
@@ -213,7 +213,7 @@ def summary(result: DiagnosisResult) -> dict[str, Any]:
         "watched_ms": result.watched_ms,
         "parts": None
         if parts is None
-        else {name: round(getattr(parts, name), 4) for name in StepParts.__slots__},
+        else {name: round(getattr(parts, name), 4) for name in TimeParts.__slots__},
         "waits_by_line": result.waits_per_step,
         "waits_in_trace": result.waits_in_trace,
         "loader_ms": result.loader_ms,

@@ -45,7 +45,7 @@ from headrace.bench import Bench, entries_of, find_work
 from headrace.bench.equality import difference
 from headrace.bench.peers import Peer
 from headrace.bench.trainable import Timing, timed
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.data import end_workers
 from headrace.device import Device, deterministic_kernels, open_device
 from headrace.records import BenchResult, PlanResult
@@ -66,7 +66,7 @@ class PlainScript:
 
     trained = 0
 
-    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
+    def __init__(self, work: Workload, device: Device, precision: str | None, seed: int) -> None:
         self._work, self._device, self._precision, self._seed = work, device, precision, seed
         parameters = inspect.signature(work.build).parameters
         loading = {name: parameters[name].default for name in ("workers", "prefetch_factor")}

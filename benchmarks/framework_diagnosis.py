@@ -22,7 +22,7 @@ from typing import Any
 from measuring import header, save
 
 from headrace.diagnosis import text_of
-from headrace.records import DiagnosisResult, StepParts
+from headrace.records import DiagnosisResult, TimeParts
 from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent / "framework_scripts"
@@ -97,7 +97,7 @@ def row(name: str, found: dict[str, Any]) -> list[object]:
     if parts and step_ms:
         shares = " ".join(
             f"{part[:5]} {100 * parts[part] / step_ms:.0f}"
-            for part in StepParts.__slots__
+            for part in TimeParts.__slots__
             if parts[part] >= 0.01 * step_ms
         )
     return [name, step_ms, shares, values["waits_per_step"], worst_line(values)]

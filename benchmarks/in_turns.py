@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from engine import Planned
 from headrace.bench import entries_of, find_work
 from headrace.bench.trainable import EngineTrainable, Timing
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.work import Workload, work_of
 from headrace.device import Device, open_device
 from headrace.plan import Plan
 
@@ -142,7 +142,7 @@ def wgan_batches(pin: bool) -> list[Any]:
     return [(batch.pin_memory() if pin else batch,) for batch in batches]
 
 
-def wgan_work(device: Device) -> Work:
+def wgan_work(device: Device) -> Workload:
     pin = device.torch_device.type == "cuda"
 
     def make() -> Any:

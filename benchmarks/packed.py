@@ -52,7 +52,7 @@ from headrace.translation.build import RunParts, build_run
 from headrace.translation.model import sinusoids
 from headrace.translation.observers import (
     EpochGauges,
-    Observers,
+    RunObservers,
     new_monitor,
     new_progress,
     new_watchdog,
@@ -194,7 +194,7 @@ class Way:
             Checkpoints(parts, folder, writer, weight_files, losses),
             weight_files,
             losses,
-            Observers(device, progress, gauges, metrics, watchdog, monitor),
+            RunObservers(device, progress, gauges, metrics, watchdog, monitor),
             stack.enter_context(StopRequests()),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.known import Activity, Known, Loss
+from headrace.bench.known import Activity, EarlierResults, Loss
 from headrace.errors import BenchError
 
 
@@ -25,7 +25,7 @@ class Plan:
         self.found = measured
 
 
-def in_child(known: Known, *records: tuple[str, Any]) -> None:
+def in_child(known: EarlierResults, *records: tuple[str, Any]) -> None:
     """Another process stores these and ends without a word."""
     child = os.fork()
     if not child:
@@ -40,7 +40,7 @@ def begins(name: str | None, activity: Activity | None = None) -> tuple[str, Any
 
 
 def test_a_child_leaves_what_it_has_measured_and_in_whose_turn_it_ended() -> None:
-    known = Known()
+    known = EarlierResults()
     measured = [("keep", (Plan("a", {"ms": 1}),)), ("keep", (Plan("a", {"ms": 2}),))]
     in_child(known, begins(None), begins("a", "timing"), *measured, begins("b", "timing"))
     assert known.has_grown()
@@ -57,14 +57,14 @@ def test_a_child_leaves_what_it_has_measured_and_in_whose_turn_it_ended() -> Non
 
 
 def test_one_that_said_itself_whom_it_lost_is_believed() -> None:
-    known, lost = Known(), Loss("a", "timing", "ended the device's context (…)")
+    known, lost = EarlierResults(), Loss("a", "timing", "ended the device's context (…)")
     in_child(known, begins("a", "timing"), ("lose", (lost,)))
     known.ending = "exit code 75"
     assert known.resume([Plan("a")]) == [lost]
 
 
 def test_an_end_in_nobodys_turn_is_an_error() -> None:
-    known = Known()
+    known = EarlierResults()
     in_child(known, begins("a", "timing"), begins(None))
     known.ending = "SIGABRT"
     with pytest.raises(BenchError, match=r"workload ended the process \(SIGABRT\) while it was"):
@@ -73,7 +73,7 @@ def test_an_end_in_nobodys_turn_is_an_error() -> None:
 
 def test_each_timing_is_stored_once() -> None:
     """Over a thousand rounds the file must not grow by a thousand rounds each."""
-    known, plan = Known(), Plan("a", {}, [1, 2])
+    known, plan = EarlierResults(), Plan("a", {}, [1, 2])
     in_child(known, ("keep", (plan,)), ("keep", (plan,)))
     again = Plan("a")
     known.resume([again])
@@ -85,7 +85,7 @@ def test_each_timing_is_stored_once() -> None:
 
 
 def test_a_half_written_record_is_dropped_and_written_over() -> None:
-    known = Known()
+    known = EarlierResults()
     known.keep(Plan("a", {"ms": 1}))
     whole = os.fstat(known._file.fileno()).st_size
     known.keep(Plan("a", {"ms": 2}))
@@ -98,7 +98,7 @@ def test_a_half_written_record_is_dropped_and_written_over() -> None:
 
 
 def test_what_is_settled_stays_so_and_the_end_is_seen_by_all() -> None:
-    known = Known()
+    known = EarlierResults()
     in_child(known, ("settled", ("path", "first.json")))
     assert known.settled("path", "second.json") == "first.json"
     assert not known.is_over

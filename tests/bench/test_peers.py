@@ -11,7 +11,7 @@ import torch
 
 from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
 from headrace.bench.peers import PEERS
-from headrace.bench.works.training import Training
+from headrace.bench.works.training import ModelTraining
 from headrace.bench.works.work import work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
@@ -131,7 +131,7 @@ def test_ctrl_c_in_lightning_is_an_interrupt_as_any_other() -> None:
     before = signal.getsignal(signal.SIGINT)
     calls = itertools.count()
 
-    def make() -> Training:
+    def make() -> ModelTraining:
         model = torch.nn.Linear(3, 1)
 
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_ctrl_c_in_lightning_is_an_interrupt_as_any_other() -> None:
             return found
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Training(model, optimizer, loss, [torch.ones(2, 3)])
+        return ModelTraining(model, optimizer, loss, [torch.ones(2, 3)])
 
     way = PEERS["lightning"].make(work_of(make), open_device("cpu"), "fp32", 0)
     with pytest.raises(KeyboardInterrupt):

@@ -20,8 +20,8 @@ from headrace.bench.observation import _first_steps, _while_timed, short_name
 from headrace.bench.peers import PEERS
 from headrace.bench.plan_list import noise_pair
 from headrace.bench.trainable import Timing
-from headrace.bench.works.training import Training
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.training import ModelTraining
+from headrace.bench.works.work import Workload, work_of
 from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.fake import Costs, FakeDevice
@@ -33,14 +33,16 @@ SMALL = {"batch": 4, "width": 8, "layers": 2}
 BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}
 
 
-def bench(work: Work, device: Device, plans: str = "baseline,pipeline", **options: Any) -> Bench:
+def bench(
+    work: Workload, device: Device, plans: str = "baseline,pipeline", **options: Any
+) -> Bench:
     return Bench(work, device, entries_of(plans.split(",")), **(BITS | options))
 
 
-def made_up(device: FakeDevice, compute_ms: float) -> Work:
+def made_up(device: FakeDevice, compute_ms: float) -> Workload:
     """One kernel of that length a step, on a batch that takes what the copy costs."""
 
-    def make() -> Training:
+    def make() -> ModelTraining:
         model = torch.nn.Linear(4, 1)
 
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,7 @@ def made_up(device: FakeDevice, compute_ms: float) -> Work:
             return found
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Training(model, optimizer, loss, [torch.ones(6, 4) * n for n in range(3)])
+        return ModelTraining(model, optimizer, loss, [torch.ones(6, 4) * n for n in range(3)])
 
     return work_of(make, name="made up")
 
@@ -109,8 +111,8 @@ class TestRows:
                         fake.host_work(5.0)
                         yield batch
 
-            def make() -> Training:
-                training: Training = work.build()
+            def make() -> ModelTraining:
+                training: ModelTraining = work.build()
                 return training._replace(loader=Slow(training.loader))
 
             result = bench(work_of(make, name="slow"), fake).run()
@@ -204,7 +206,7 @@ class TestNoise:
             entries_of([])
 
 
-def order_dependent() -> Training:
+def order_dependent() -> ModelTraining:
     """The loss of a batch depends on how many batches any plan was given before."""
     model = torch.nn.Linear(3, 1)
 
@@ -213,7 +215,7 @@ def order_dependent() -> Training:
         return found
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Training(model, optimizer, loss, [torch.ones(2, 3)])
+    return ModelTraining(model, optimizer, loss, [torch.ones(2, 3)])
 
 
 _calls = itertools.count()
@@ -221,7 +223,7 @@ _calls = itertools.count()
 
 def two_models(
     returns: str = "loss", change: Callable[[torch.Tensor], object] | None = None
-) -> Work:
+) -> Workload:
     """A step with two models and two optimizers. `change` is called with a weight that the losses
     do not depend on."""
 
@@ -246,10 +248,10 @@ def two_models(
     return work_of(make, name="two models")
 
 
-def failing(at: int) -> Work:
+def failing(at: int) -> Workload:
     """Raises in its `at`-th step."""
 
-    def make() -> Training:
+    def make() -> ModelTraining:
         calls = itertools.count(1)
         model = torch.nn.Linear(3, 1)
 
@@ -260,7 +262,7 @@ def failing(at: int) -> Work:
             return found
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Training(model, optimizer, loss, [torch.ones(2, 3)])
+        return ModelTraining(model, optimizer, loss, [torch.ones(2, 3)])
 
     return work_of(make, name="failing")
 
@@ -385,19 +387,19 @@ class TestEquality:
                 for _ in range(3):
                     yield torch.randn(2, 3)
 
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(model, optimizer, lambda m, b: m(b).mean(), Drawing())
+            return ModelTraining(model, optimizer, lambda m, b: m(b).mean(), Drawing())
 
         result = bench(work_of(make), open_device("cpu"), repeats=1).run()
         assert result.row("pipeline").equal.verdict == "identical"
 
     def test_another_optimizer_in_a_graph_is_within_the_tolerance(self) -> None:
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Linear(3, 1)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            return Training(model, optimizer, lambda m, b: m(b).mean(), [torch.ones(2, 3)])
+            return ModelTraining(model, optimizer, lambda m, b: m(b).mean(), [torch.ones(2, 3)])
 
         with FakeDevice() as fake:
             result = bench(work_of(make), fake, "baseline,graph", repeats=1).run()
@@ -408,7 +410,7 @@ class TestEquality:
     def test_kernels_without_a_deterministic_kind(self, exact: bool) -> None:
         """Then bits cannot be compared: it is tried again without, within the tolerance."""
 
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Linear(3, 1)
 
             def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -418,7 +420,7 @@ class TestEquality:
                 return found
 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+            return ModelTraining(model, optimizer, loss, [torch.ones(2, 3)])
 
         result = bench(work_of(make), open_device("cpu"), repeats=1).run()
         equal = result.row("pipeline").equal
@@ -431,7 +433,7 @@ class TestEquality:
         class Compiling(FakeDevice):
             compiles = True
 
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Linear(3, 1)
 
             def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -440,7 +442,7 @@ class TestEquality:
                 return found
 
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+            return ModelTraining(model, optimizer, loss, [torch.ones(2, 3)])
 
         with Compiling(check=False) as fake:
             comparing = LossComparison(
@@ -498,10 +500,10 @@ class TestFailures:
                 raise OSError("no such disk")
                 yield
 
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Linear(3, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(model, optimizer, lambda m, b: m(b).mean(), Broken())
+            return ModelTraining(model, optimizer, lambda m, b: m(b).mean(), Broken())
 
         with pytest.raises(BenchError, match=r"loader of broken failed: OSError: no such disk \("):
             bench(work_of(make, name="broken"), open_device("cpu")).run()
@@ -606,10 +608,10 @@ class TestRecord:
         ]
 
     def test_nan_is_null(self) -> None:
-        def make() -> Training:
+        def make() -> ModelTraining:
             model = torch.nn.Linear(3, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(
+            return ModelTraining(
                 model, optimizer, lambda m, b: m(b).mean() * torch.nan, [torch.ones(2, 3)]
             )
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.bench import Bench, DeviceLost, Known, entries_of, text_of, turns
+from headrace.bench import Bench, DeviceLost, EarlierResults, entries_of, text_of, turns
 from headrace.bench.contestants import Contestant
 from headrace.bench.peers import Peer
 from headrace.bench.trainable import Timing
-from headrace.bench.works.training import Training
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.training import ModelTraining
+from headrace.bench.works.work import Workload, work_of
 from headrace.device import Stream
 from headrace.fake import Costs, FakeDevice
 from headrace.records import BenchResult
@@ -71,10 +71,10 @@ class Breaking:
         self._device._refuse()
 
 
-def work_on(device: FakeDevice, compute_ms: float) -> Work:
+def work_on(device: FakeDevice, compute_ms: float) -> Workload:
     """One kernel of that length a step."""
 
-    def make() -> Training:
+    def make() -> ModelTraining:
         model = torch.nn.Linear(4, 1)
 
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def work_on(device: FakeDevice, compute_ms: float) -> Work:
             return found
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Training(model, optimizer, loss, [torch.ones(6, 4)])
+        return ModelTraining(model, optimizer, loss, [torch.ones(6, 4)])
 
     return work_of(make, name="fragile")
 
@@ -130,7 +130,7 @@ def test_those_that_had_no_turn_say_why() -> None:
 
 
 def test_another_process_goes_on_where_this_one_ended() -> None:
-    known = Known()
+    known = EarlierResults()
     with Fragile(costs=FREE, check=False) as device:
         with pytest.raises(DeviceLost, match="illegal memory access"):
             bench(device, at=4, known=known).run()
@@ -146,7 +146,7 @@ def test_another_process_goes_on_where_this_one_ended() -> None:
 
 
 def test_losses_are_not_compared_with_a_reference_that_ended_the_process() -> None:
-    known = Known()
+    known = EarlierResults()
     known.begin("baseline", "comparing losses")
     known.ending = "SIGSEGV"
     with Fragile(costs=FREE) as device:
@@ -158,7 +158,7 @@ def test_losses_are_not_compared_with_a_reference_that_ended_the_process() -> No
 
 
 def test_after_an_end_under_the_profiler_nothing_else_is_profiled() -> None:
-    known = Known()
+    known = EarlierResults()
     known.begin("event", "profiling")
     known.ending = "SIGSEGV"
     with Fragile(costs=FREE) as device:

@@ -11,7 +11,7 @@ from headrace.device import open_device
 from headrace.fake import Costs, FakeDevice
 from headrace.machine import diagnose, doctor
 from headrace.machine.device_speed import DeviceSpeed, measure_speed
-from headrace.machine.doctor import DeviceFacts, Finding
+from headrace.machine.doctor import DeviceFacts, MachineFinding
 
 CPU = DeviceFacts("cpu", "CPU", 1 << 34, 1 << 33, None)
 GOOD = DeviceSpeed(50.0, 50.0, 8.0, 0.97, 6.0)
@@ -64,7 +64,7 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_text_shows_what_was_measured() -> None:
     here = diagnose(measure=False)
     shown = dataclasses.replace(
-        here, devices=(GPU, CPU), findings=(Finding("problem", "something", "a command"),)
+        here, devices=(GPU, CPU), findings=(MachineFinding("problem", "something", "a command"),)
     )
     text = shown.text()
     assert "cuda:0: A GPU" in text

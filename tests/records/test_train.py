@@ -9,15 +9,15 @@ import pytest
 
 from headrace.errors import ReportError
 from headrace.lifecycle import MetricsLog
-from headrace.records import EpochLine, FinishedRun, Scores, StepLine, TrainingRun
+from headrace.records import EpochLine, FinishedRun, Scores, StepMetrics, TrainingRun
 
 
 def test_lines_come_back_from_the_metrics(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("preset: tiny\n")
     lines = [
-        StepLine(10, 0, 4.5, 900.0),
+        StepMetrics(10, 0, 4.5, 900.0),
         EpochLine(20, 0, 4.0, 910.0, waits={"data": 20}, bleu=1.5, samples=(("书", "book", "a"),)),
-        StepLine(30, 1, float("nan"), 900.0),
+        StepMetrics(30, 1, float("nan"), 900.0),
     ]
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         for kind, line in zip(("step", "epoch", "step"), lines, strict=True):

@@ -13,7 +13,7 @@ from headrace.cli import app
 from headrace.errors import HeadraceError, MissingPackageError, TranslationError
 from headrace.lifecycle import RunFolder
 from headrace.translation import (
-    Comparison,
+    ExportCheck,
     TrainedModel,
     TrainResult,
     export,
@@ -55,7 +55,7 @@ class TestWithCtranslate2:
         model = load(write_run(tmp_path, layers=2, **changes))
         sentences = ["one and two or three", "four", "", "zero and " * 200, "六 and ü"]
         found = export_ctranslate2(model, tmp_path / "out" / "model", check=sentences)
-        assert found == Comparison(4, 4, None)
+        assert found == ExportCheck(4, 4, None)
         files = {path.name for path in (tmp_path / "out" / "model").iterdir()}
         assert {"model.bin", "config.json", "src.model", "trg.model"} <= files
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
@@ -135,7 +135,7 @@ def test_without_the_package_the_error_says_what_to_install(
 
 
 def test_one_translation_in_ten_may_differ() -> None:
-    assert Comparison(100, 90, None).is_close
-    assert not Comparison(100, 89, None).is_close
-    assert not Comparison(8, 7, None).is_close
-    assert Comparison(0, 0, None).is_close
+    assert ExportCheck(100, 90, None).is_close
+    assert not ExportCheck(100, 89, None).is_close
+    assert not ExportCheck(8, 7, None).is_close
+    assert ExportCheck(0, 0, None).is_close

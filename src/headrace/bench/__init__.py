@@ -17,7 +17,7 @@ from headrace.lazy import lazy
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headrace.bench.environment import environment_of as environment_of
-    from headrace.bench.known import Known as Known
+    from headrace.bench.known import EarlierResults as EarlierResults
     from headrace.bench.peers import peers_of as peers_of
     from headrace.bench.plan_list import entries_of as entries_of
     from headrace.bench.plan_list import plans_here as plans_here

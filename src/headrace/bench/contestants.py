@@ -23,7 +23,7 @@ from headrace.bench.trainable import (
 from headrace.bench.works.work import Unit
 from headrace.device import Device
 from headrace.machine import BusyWindow
-from headrace.records import Equality, Sample, StoredTimeline
+from headrace.records import Equality, StoredSample, StoredTimeline
 
 Result = TypeVar("Result")
 log = logging.getLogger("headrace")
@@ -48,7 +48,7 @@ class Contestant:
     reserved_bytes: int | None = None
     graphs: dict[str, Any] | None = None
     compiled: dict[str, Any] | None = None
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[StoredSample, ...] = ()
     nvml_share: float | None = None
     power_w: float | None = None
     cpu_share: float | None = None

@@ -20,7 +20,7 @@ Activity = Literal["comparing losses", "warming up", "timing", "monitoring", "pr
 _START_AGAIN = 75  # EX_TEMPFAIL
 
 
-class Contestant(Protocol):
+class Measured(Protocol):
     """A contestant, as far as this file is concerned."""
 
     name: str
@@ -43,7 +43,7 @@ class Loss:
         return f"{self.why} while {self.activity}"
 
 
-class Known:
+class EarlierResults:
     """A file of records. Each process appends what it measures; `resume` reads all of them.
 
     Make it before forking. The first process sets `ending` before each fork but the first: how the
@@ -86,7 +86,7 @@ class Known:
         """A contestant runs now; None: the workload itself is built."""
         self._append("began", (name, activity))
 
-    def keep(self, contestant: Contestant) -> None:
+    def keep(self, contestant: Measured) -> None:
         new = contestant.timings[self._timings.get(contestant.name, 0) :]
         self._append("measured", (contestant.name, contestant.measured(), new))
         self._timings[contestant.name] = len(contestant.timings)
@@ -94,7 +94,7 @@ class Known:
     def lose(self, loss: Loss) -> None:
         self._append("lost", loss)
 
-    def resume(self, contestants: Iterable[Contestant]) -> list[Loss]:
+    def resume(self, contestants: Iterable[Measured]) -> list[Loss]:
         """Give the contestants what is known of them, and return those that were lost. Raises
         `BenchError` if the last process was ended by none of them."""
         by_name = {contestant.name: contestant for contestant in contestants}

@@ -29,7 +29,7 @@ from headrace.bench.trainable import (
     require_usable,
 )
 from headrace.bench.works.training import Made, StepTraining
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
 from headrace.records import Equality
@@ -42,7 +42,7 @@ _STILL_RANDOM = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PlanRun:
     """The losses of a plan, and why their last digits may differ from the reference's."""
 
     losses: tuple[float, ...]
@@ -60,7 +60,7 @@ class _Pass:
 
 
 def first_batches(
-    work: Work, device: Device, entry: PlanEntry, *, seed: int, count: int
+    work: Workload, device: Device, entry: PlanEntry, *, seed: int, count: int
 ) -> list[Any]:
     """A workload's first batches, drawn once for all contestants. Raises `BenchError` if it cannot
     be built or has no batches."""
@@ -86,7 +86,7 @@ class LossComparison:
 
     def __init__(
         self,
-        work: Work,
+        work: Workload,
         device: Device,
         reference: PlanEntry,
         batches: list[Any],
@@ -174,7 +174,7 @@ class LossComparison:
         return ComparedLosses(equal, losses)
 
     def _why_within(
-        self, entry: PlanEntry, run: _Run, compiled: bool, without_dropout: bool
+        self, entry: PlanEntry, run: _PlanRun, compiled: bool, without_dropout: bool
     ) -> str:
         """Why the losses need not match bit for bit; empty if they must."""
         if compiled:
@@ -214,7 +214,7 @@ class LossComparison:
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: PlanEntry, made: Made, *, deterministic: bool) -> _Run:
+    def _run(self, entry: PlanEntry, made: Made, *, deterministic: bool) -> _PlanRun:
         trainable = EngineTrainable(
             self._work,
             self._device,
@@ -225,7 +225,7 @@ class LossComparison:
         )
         self._trainable = trainable
         try:
-            return _Run(trainable.losses(self._batches), trainable.rounding)
+            return _PlanRun(trainable.losses(self._batches), trainable.rounding)
         finally:
             trainable.close()
 

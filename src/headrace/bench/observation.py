@@ -11,7 +11,7 @@ from headrace.bench.contestants import Contestant
 from headrace.bench.trainable import Timing, Trainable
 from headrace.device import Device, Span, Timeline
 from headrace.machine import BusyWindow, Monitor, UseSample
-from headrace.records import Sample, StoredTimeline
+from headrace.records import StoredSample, StoredTimeline
 
 _MAX_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver averages GPU use over some tenths of a second
@@ -33,7 +33,7 @@ def watch(
         timing = trainable.run(max(2, min(steps, _MAX_WATCHED_STEPS)))
     samples = monitor.samples()
     contestant.samples = tuple(
-        Sample(
+        StoredSample(
             at_s=round(sample.at_s, 4),
             gpu_share=sample.gpu_share,
             gpu_memory_bytes=sample.gpu_memory_bytes,

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.trainable import Timing, Trainable, timed
-from headrace.bench.works.training import Training
-from headrace.bench.works.work import Work, seed_all
+from headrace.bench.works.training import ModelTraining
+from headrace.bench.works.work import Workload, seed_all
 from headrace.data import prefetch
 from headrace.device import Device
 from headrace.engine import autocast
@@ -39,9 +39,9 @@ class Peer:
 
     name: str
     package: str | None
-    build: Callable[[Work, Device, str | None, int], Trainable]
+    build: Callable[[Workload, Device, str | None, int], Trainable]
 
-    def make(self, work: Work, device: Device, precision: str | None, seed: int) -> Trainable:
+    def make(self, work: Workload, device: Device, precision: str | None, seed: int) -> Trainable:
         return self.build(work, device, precision, seed)
 
 
@@ -82,15 +82,15 @@ class _PeerTrainable(abc.ABC):
     compiles = False
     lead_in = 0
 
-    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
+    def __init__(self, work: Workload, device: Device, precision: str | None, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
         made = work.make(device, seed=seed, pin=True)
-        if not isinstance(made, Training):
+        if not isinstance(made, ModelTraining):
             raise BenchError(
                 f"{work.name} does not return (model, optimizer, loss, loader), which is all that "
                 "peers can train: leave out --peers"
             )
-        self._made: Training | None = made
+        self._made: ModelTraining | None = made
         self._batches = EndlessBatches(self._made.loader, work.name)
         self.trained, self._seed_next = 0, False
 
@@ -146,7 +146,7 @@ class ReduceOverhead(_PeerTrainable):
 
     compiles = True
 
-    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
+    def __init__(self, work: Workload, device: Device, precision: str | None, seed: int) -> None:
         if precision == "fp16":
             raise BenchError(
                 "peer reduce-overhead: precision = 'fp16' needs loss scaling, which its plain loop "
@@ -244,7 +244,7 @@ class Lightning(_PeerTrainable):
 class Accelerate(_PeerTrainable):
     """`Accelerator.prepare` and the loop from its documentation."""
 
-    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
+    def __init__(self, work: Workload, device: Device, precision: str | None, seed: int) -> None:
         super().__init__(work, device, precision, seed)
         from accelerate import Accelerator
 

@@ -25,7 +25,7 @@ from typing import Any
 from headrace.bench import observation
 from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.environment import environment_of
-from headrace.bench.known import Known
+from headrace.bench.known import EarlierResults
 from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.machine_lock import Holder, MachineLock
 from headrace.bench.peers import Peer
@@ -34,7 +34,7 @@ from headrace.bench.plan_results import noise_of, plan_result, with_speedups
 from headrace.bench.trainable import DeviceLost, EngineTrainable, Timing, Trainable
 from headrace.bench.turns import Turns
 from headrace.bench.verdict import scored, verdict_of
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
 from headrace.records import (
@@ -65,7 +65,7 @@ class Bench:
     from what an earlier process has measured.
     """
 
-    work: Work
+    work: Workload
     device: Device
     entries: Sequence[PlanEntry]
     peers: Sequence[Peer] = ()
@@ -82,7 +82,7 @@ class Bench:
     wait: bool = True
     on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
     on_result: Callable[[BenchResult], object] | None = None
-    known: Known | None = None
+    known: EarlierResults | None = None
 
     def run(self) -> BenchResult:
         """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the

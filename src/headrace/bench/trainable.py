@@ -12,7 +12,7 @@ import torch
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.works.training import Made
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.engine import Engine, EpochResult
 from headrace.errors import BenchError
@@ -79,7 +79,7 @@ class EngineTrainable:
 
     def __init__(
         self,
-        work: Work,
+        work: Workload,
         device: Device,
         entry: PlanEntry,
         *,

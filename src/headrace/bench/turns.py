@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from headrace.bench.contestants import Contestant
-from headrace.bench.known import Activity, Known, Loss
+from headrace.bench.known import Activity, EarlierResults, Loss
 from headrace.bench.trainable import DeviceLost
 
 log = logging.getLogger("headrace")
@@ -24,7 +24,10 @@ class Turns:
     """
 
     def __init__(
-        self, contestants: Sequence[Contestant], known: Known | None, store: Callable[[], object]
+        self,
+        contestants: Sequence[Contestant],
+        known: EarlierResults | None,
+        store: Callable[[], object],
     ) -> None:
         self._contestants, self._known, self._store = contestants, known, store
         self._store_after_s = 0.0  # on the monotonic clock

@@ -17,21 +17,18 @@ of ranks reads the same state again.
 
 from __future__ import annotations
 
-from headrace.checkpoint.folders import latest_checkpoint, load_checkpoint, save_checkpoint
-from headrace.checkpoint.pieces import StoredTensor
-from headrace.checkpoint.sharded import agreed_checkpoint
-from headrace.checkpoint.states import PerRank
-from headrace.checkpoint.weights import weights_from_file, weights_to_file
-from headrace.checkpoint.writer import CheckpointWriter
+from headrace.lazy import lazy
 
-__all__ = [
-    "CheckpointWriter",
-    "PerRank",
-    "StoredTensor",
-    "agreed_checkpoint",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "weights_from_file",
-    "weights_to_file",
-]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headrace.checkpoint.folders import latest_checkpoint as latest_checkpoint
+    from headrace.checkpoint.folders import load_checkpoint as load_checkpoint
+    from headrace.checkpoint.folders import save_checkpoint as save_checkpoint
+    from headrace.checkpoint.pieces import StoredTensor as StoredTensor
+    from headrace.checkpoint.sharded import agreed_checkpoint as agreed_checkpoint
+    from headrace.checkpoint.states import PerRank as PerRank
+    from headrace.checkpoint.weights import weights_from_file as weights_from_file
+    from headrace.checkpoint.weights import weights_to_file as weights_to_file
+    from headrace.checkpoint.writer import CheckpointWriter as CheckpointWriter
+
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.bench import Known
+from headrace.bench import EarlierResults
 from headrace.child_processes import fork_and_wait
 from headrace.cli.options import (
     Json,
@@ -249,12 +249,12 @@ def _signals_as_interrupt() -> Iterator[list[int]]:
                 signal.signal(number, handler)
 
 
-def _continue_in_child(context: typer.Context) -> Known | None:
+def _continue_in_child(context: typer.Context) -> EarlierResults | None:
     """Go on in a child process, and return what its predecessors have measured. A child that a
     contestant has ended is followed by another; this process ends as the last one has."""
     if not hasattr(os, "fork"):
         return None
-    known = Known()
+    known = EarlierResults()
     while (ending := fork_and_wait()) is not None:
         if known.is_over or ending.requested:
             raise typer.Exit(ending.exit_code)
@@ -266,7 +266,7 @@ def _continue_in_child(context: typer.Context) -> Known | None:
 
 
 @contextmanager
-def _going_on_elsewhere(known: Known | None, lost: type[Exception]) -> Iterator[None]:
+def _going_on_elsewhere(known: EarlierResults | None, lost: type[Exception]) -> Iterator[None]:
     """If a contestant leaves the device unusable, another process goes on."""
     try:
         yield

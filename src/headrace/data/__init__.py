@@ -7,79 +7,47 @@ shapes (`buckets.py`), and are as many on every rank (`align.py`).
 
 from __future__ import annotations
 
-from headrace.data.align import Aligned
-from headrace.data.buckets import BucketBatches, Buckets, PadToBuckets
-from headrace.data.cache import BatchCache
-from headrace.data.feed import Batches, BlockingCopies, Cursor, Feed, Fetched
-from headrace.data.loader_state import as_stateful
-from headrace.data.prefetcher import Prefetcher, prefetch, unwrap_prefetcher
-from headrace.data.rng import (
-    generator_states,
-    host_rng_states,
-    rng_states,
-    set_host_rng_states,
-    set_rng_states,
-)
-from headrace.data.source import (
-    LoaderRng,
-    ResumedLoader,
-    Skipping,
-    end_workers,
-    first_of,
-    generators_of,
-    loader_error,
-    with_samplers,
-)
-from headrace.data.tree import (
-    batch_leaves,
-    describe_batch,
-    flatten_batch,
-    is_plain_object,
-    is_plain_tensor,
-    measure_leaves,
-    moves_itself,
-    other_attributes,
-    rebuild_batch,
-)
-from headrace.data.used_iterators import UsedIterators, explain_no_batch
+from headrace.lazy import lazy
 
-__all__ = [
-    "Aligned",
-    "BatchCache",
-    "Batches",
-    "BlockingCopies",
-    "BucketBatches",
-    "Buckets",
-    "Cursor",
-    "Feed",
-    "Fetched",
-    "LoaderRng",
-    "PadToBuckets",
-    "Prefetcher",
-    "ResumedLoader",
-    "Skipping",
-    "UsedIterators",
-    "as_stateful",
-    "batch_leaves",
-    "describe_batch",
-    "end_workers",
-    "explain_no_batch",
-    "first_of",
-    "flatten_batch",
-    "generator_states",
-    "generators_of",
-    "host_rng_states",
-    "is_plain_object",
-    "is_plain_tensor",
-    "loader_error",
-    "measure_leaves",
-    "moves_itself",
-    "other_attributes",
-    "prefetch",
-    "rebuild_batch",
-    "rng_states",
-    "set_host_rng_states",
-    "set_rng_states",
-    "unwrap_prefetcher",
-    "with_samplers",
-]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headrace.data.align import Aligned as Aligned
+    from headrace.data.buckets import BucketBatches as BucketBatches
+    from headrace.data.buckets import Buckets as Buckets
+    from headrace.data.buckets import PadToBuckets as PadToBuckets
+    from headrace.data.cache import BatchCache as BatchCache
+    from headrace.data.feed import Batches as Batches
+    from headrace.data.feed import BlockingCopies as BlockingCopies
+    from headrace.data.feed import Cursor as Cursor
+    from headrace.data.feed import Feed as Feed
+    from headrace.data.feed import Fetched as Fetched
+    from headrace.data.loader_state import as_stateful as as_stateful
+    from headrace.data.prefetcher import Prefetcher as Prefetcher
+    from headrace.data.prefetcher import prefetch as prefetch
+    from headrace.data.prefetcher import unwrap_prefetcher as unwrap_prefetcher
+    from headrace.data.rng import generator_states as generator_states
+    from headrace.data.rng import host_rng_states as host_rng_states
+    from headrace.data.rng import rng_states as rng_states
+    from headrace.data.rng import set_host_rng_states as set_host_rng_states
+    from headrace.data.rng import set_rng_states as set_rng_states
+    from headrace.data.source import LoaderRng as LoaderRng
+    from headrace.data.source import ResumedLoader as ResumedLoader
+    from headrace.data.source import Skipping as Skipping
+    from headrace.data.source import end_workers as end_workers
+    from headrace.data.source import first_of as first_of
+    from headrace.data.source import generators_of as generators_of
+    from headrace.data.source import loader_error as loader_error
+    from headrace.data.source import with_samplers as with_samplers
+    from headrace.data.tree import batch_leaves as batch_leaves
+    from headrace.data.tree import describe_batch as describe_batch
+    from headrace.data.tree import flatten_batch as flatten_batch
+    from headrace.data.tree import is_plain_object as is_plain_object
+    from headrace.data.tree import is_plain_tensor as is_plain_tensor
+    from headrace.data.tree import measure_leaves as measure_leaves
+    from headrace.data.tree import moves_itself as moves_itself
+    from headrace.data.tree import other_attributes as other_attributes
+    from headrace.data.tree import rebuild_batch as rebuild_batch
+    from headrace.data.used_iterators import UsedIterators as UsedIterators
+    from headrace.data.used_iterators import explain_no_batch as explain_no_batch
+
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

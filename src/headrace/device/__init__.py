@@ -15,52 +15,42 @@ ledger of every host wait. The CPU has the same methods and nothing to wait for.
 
 from __future__ import annotations
 
-from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
-from headrace.device.determinism import deterministic_kernels
-from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait, torch_draw
-from headrace.device.host_activity import noting_host_draws
-from headrace.device.host_operators import HostOperator, profiled_operators
-from headrace.device.kineto import chrome_trace, is_profiling
-from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
-from headrace.device.opening import available_devices, open_device
-from headrace.device.pinned import PinnedBuffer, PinnedPool
-from headrace.device.sensors import SensorReading, Sensors
-from headrace.device.stream_manager import StreamManager
-from headrace.device.timeline import Kind, Span, Timeline, pack_spans, unpack_spans
-from headrace.device.trace import Trace
+from headrace.lazy import lazy
 
-__all__ = [
-    "CaptureQuery",
-    "Device",
-    "Event",
-    "Graph",
-    "HostOperator",
-    "Kind",
-    "Ledger",
-    "LedgerStatistics",
-    "MemoryFigures",
-    "Obstacle",
-    "PinnedBuffer",
-    "PinnedPool",
-    "Result",
-    "SensorReading",
-    "Sensors",
-    "Span",
-    "Stream",
-    "StreamManager",
-    "Timeline",
-    "Trace",
-    "WaitStatistics",
-    "available_devices",
-    "chrome_trace",
-    "deterministic_kernels",
-    "host_copy",
-    "host_wait",
-    "is_profiling",
-    "noting_host_draws",
-    "open_device",
-    "pack_spans",
-    "profiled_operators",
-    "torch_draw",
-    "unpack_spans",
-]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headrace.device.base import Device as Device
+    from headrace.device.base import Event as Event
+    from headrace.device.base import MemoryFigures as MemoryFigures
+    from headrace.device.base import Result as Result
+    from headrace.device.base import Stream as Stream
+    from headrace.device.determinism import deterministic_kernels as deterministic_kernels
+    from headrace.device.graph import CaptureQuery as CaptureQuery
+    from headrace.device.graph import Graph as Graph
+    from headrace.device.graph import Obstacle as Obstacle
+    from headrace.device.graph import host_copy as host_copy
+    from headrace.device.graph import host_wait as host_wait
+    from headrace.device.graph import torch_draw as torch_draw
+    from headrace.device.host_activity import noting_host_draws as noting_host_draws
+    from headrace.device.host_operators import HostOperator as HostOperator
+    from headrace.device.host_operators import profiled_operators as profiled_operators
+    from headrace.device.kineto import chrome_trace as chrome_trace
+    from headrace.device.kineto import is_profiling as is_profiling
+    from headrace.device.ledger import Ledger as Ledger
+    from headrace.device.ledger import LedgerStatistics as LedgerStatistics
+    from headrace.device.ledger import WaitStatistics as WaitStatistics
+    from headrace.device.opening import available_devices as available_devices
+    from headrace.device.opening import open_device as open_device
+    from headrace.device.pinned import PinnedBuffer as PinnedBuffer
+    from headrace.device.pinned import PinnedPool as PinnedPool
+    from headrace.device.sensors import SensorReading as SensorReading
+    from headrace.device.sensors import Sensors as Sensors
+    from headrace.device.stream_manager import StreamManager as StreamManager
+    from headrace.device.timeline import Kind as Kind
+    from headrace.device.timeline import Span as Span
+    from headrace.device.timeline import Timeline as Timeline
+    from headrace.device.timeline import pack_spans as pack_spans
+    from headrace.device.timeline import unpack_spans as unpack_spans
+    from headrace.device.trace import Trace as Trace
+
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

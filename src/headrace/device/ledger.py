@@ -123,7 +123,7 @@ class Ledger:
         self._waiting_threads = 0
         self._wall_since_ns = 0
         #: The innermost wait of each thread that waits now.
-        self._under_way: dict[int, _Waiting] = {}
+        self._under_way: dict[int, _WaitBlock] = {}
 
     def now_ns(self) -> int:
         """The time by this ledger's clock, which is virtual on the fake device."""
@@ -136,7 +136,7 @@ class Ledger:
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
         """Count the block as a host wait, also if it raises."""
-        return _Waiting(self, reason)
+        return _WaitBlock(self, reason)
 
     def start_epoch(self) -> None:
         """Start `epoch_statistics` from zero; `statistics` goes on counting.
@@ -216,7 +216,7 @@ class Ledger:
                 self._wall_since_ns = now_ns
 
 
-class _Waiting:
+class _WaitBlock:
     """The block of `Ledger.waiting`. It runs in every step, so it is a class with few calls."""
 
     __slots__ = ("_around", "_ident", "_ledger", "_nested_ns", "_reason", "_start_ns")
@@ -228,7 +228,7 @@ class _Waiting:
     def __enter__(self) -> None:
         ledger, self._nested_ns = self._ledger, 0
         self._ident = ident = get_ident()
-        self._around: _Waiting | None = ledger._under_way.get(ident)
+        self._around: _WaitBlock | None = ledger._under_way.get(ident)
         if self._around is not None:
             self._start_ns = ledger._clock_ns()
         else:

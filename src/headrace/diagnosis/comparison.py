@@ -16,7 +16,7 @@ from headrace.records import (
     LineChange,
     PartChange,
     PythonLine,
-    StepParts,
+    TimeParts,
 )
 from headrace.text_table import text_table
 
@@ -53,7 +53,7 @@ def compare(
     if before.parts is not None and after.parts is not None:
         parts = tuple(
             PartChange(name, getattr(before.parts, name), getattr(after.parts, name))
-            for name in StepParts.__slots__
+            for name in TimeParts.__slots__
         )
     lines = tuple(_lines(before, after, (noise or 0.0) * (before.step_ms or 0.0)))
     return Comparison(

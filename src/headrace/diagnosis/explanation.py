@@ -37,8 +37,8 @@ from headrace.records import (
     Outcome,
     Prediction,
     PythonLine,
-    StepParts,
     StoredTimeline,
+    TimeParts,
 )
 from headrace.source_lines import short_path
 
@@ -142,9 +142,9 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
     return "complete" if measured.is_complete and measured.trace is not None else "partial"
 
 
-def _parts(divided: Breakdown, step_ms: float) -> StepParts:
+def _parts(divided: Breakdown, step_ms: float) -> TimeParts:
     scaled = divided.scaled_to(step_ms)
-    return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
+    return TimeParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
 
 
 def _loading_ms(loader: LoaderFacts | None, trace: StepTrace) -> float:
@@ -276,7 +276,7 @@ def _excerpt(line: LineRecord | None) -> Excerpt | None:
 
 
 def _python_lines(
-    measured: Measurements, parts: StepParts | None, replay: Replay | None, step_ms: float | None
+    measured: Measurements, parts: TimeParts | None, replay: Replay | None, step_ms: float | None
 ) -> Iterator[PythonLine]:
     """The lines of Python between launches. What they would gain together is divided as the idle
     time is."""
@@ -479,7 +479,7 @@ def _lines_left_out(seen: Observations) -> list[str]:
     ]
 
 
-def _notes(seen: Observations, parts: StepParts | None, replay: Replay | None) -> list[str]:
+def _notes(seen: Observations, parts: TimeParts | None, replay: Replay | None) -> list[str]:
     measured = seen.measured
     notes = [*seen.notes, *_waits_in_threads(measured), *_uneven_steps(seen)]
     notes += _lines_left_out(seen)
@@ -499,7 +499,7 @@ def _notes(seen: Observations, parts: StepParts | None, replay: Replay | None) -
 
 
 def _loader_notes(
-    loader: LoaderFacts, watched: Sequence[Sequence[Wait]], parts: StepParts | None
+    loader: LoaderFacts, watched: Sequence[Sequence[Wait]], parts: TimeParts | None
 ) -> Iterator[str]:
     if not loader.workers and parts is not None and parts.input > SMALL * parts.total:
         yield "the DataLoader has no worker processes: pass num_workers=4 or more"

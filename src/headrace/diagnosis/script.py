@@ -19,7 +19,7 @@ from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.verdict import line_count
 from headrace.errors import ProgramError
 from headrace.main_program import ProgramEnded, ProgramTerminated, require_program, run_as_main
-from headrace.records import DiagnosisResult, StepParts
+from headrace.records import DiagnosisResult, TimeParts
 
 Then = Literal["stop", "continue"]
 
@@ -155,7 +155,7 @@ class Limit:
 
 def parse_limits(text: str) -> list[Limit]:
     """The conditions of `--fail-on`, separated by commas."""
-    return parse_conditions(text, _COUNTS, ("idle", *StepParts.__slots__), "waits>2 or idle>20%")
+    return parse_conditions(text, _COUNTS, ("idle", *TimeParts.__slots__), "waits>2 or idle>20%")
 
 
 def parse_conditions(

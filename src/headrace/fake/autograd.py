@@ -45,7 +45,7 @@ _override_stale_streams: Callable[[], bool] = getattr(
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class _MadeBy:
     """The forward operation that made a node, as stored in the node's metadata."""
 
     number: int
@@ -76,24 +76,24 @@ class _Arrival:
 
 
 @dataclass(slots=True)
-class _Run:
+class _BackwardRun:
     """One run of the engine, from the call to its end."""
 
     callers: dict[FakeDevice, FakeStream]
     #: For nodes that have not begun: by the node's number and the gradient's position.
     arrivals: dict[int, dict[int, _Arrival]] = field(default_factory=dict)
     streams: set[FakeStream] = field(default_factory=set)
-    begun: _Forward | None = None
+    begun: _MadeBy | None = None
     #: Sums that the engine does after a node has ended: the memory of the gradient that arrived
     #: second, the node where it meets the first, and the position there.
-    sums: list[tuple[int, _Forward, int]] = field(default_factory=list)
+    sums: list[tuple[int, _MadeBy, int]] = field(default_factory=list)
     #: The node whose incoming gradients are being summed.
-    summing_for: _Forward | None = None
+    summing_for: _MadeBy | None = None
     #: Ends of collectives that C++ has launched: the caller's stream waits for them at the end.
     ends: list[FakeEvent] = field(default_factory=list)
     finished: bool = False
 
-    def stream_of(self, forward: _Forward) -> FakeStream:
+    def stream_of(self, forward: _MadeBy) -> FakeStream:
         caller = self.callers[forward.device]
         if forward.stream is None or (caller.tape is not None and _override_stale_streams()):
             return caller
@@ -104,7 +104,7 @@ class _Runs(threading.local):
     """The engine's runs in this thread, the innermost last: a node may call `backward()` too."""
 
     def __init__(self) -> None:
-        self.stack: list[_Run] = []
+        self.stack: list[_BackwardRun] = []
 
 
 _runs = _Runs()
@@ -122,7 +122,7 @@ def tag(outputs: Sequence[torch.Tensor], stream: FakeStream, site: Site) -> None
 
 def tag_node(node: Any, device: FakeDevice, stream: FakeStream | None, site: Site) -> None:
     """Store one node's forward operation. `tag` stops at nodes that have one."""
-    node.metadata[_KEY] = _Forward(next(_numbers), device, stream, site)
+    node.metadata[_KEY] = _MadeBy(next(_numbers), device, stream, site)
     node.register_prehook(_begins)
     node.register_hook(_ends)
 
@@ -189,7 +189,7 @@ def notice(operation: str, inputs: Sequence[torch.Tensor]) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def _running() -> _Forward | None:
+def _running() -> _MadeBy | None:
     if _runs.stack and _runs.stack[-1].summing_for is not None:
         return _runs.stack[-1].summing_for
     node: Any = torch._C._current_autograd_node()
@@ -198,7 +198,7 @@ def _running() -> _Forward | None:
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     """Replaces PyTorch's entry into the engine."""
-    run = _Run({device: device.current_stream() for device in patches.devices})
+    run = _BackwardRun({device: device.current_stream() for device in patches.devices})
     with ExitStack() as afterwards:
         for device in run.callers:
             afterwards.enter_context(device.autograd_runs())
@@ -207,7 +207,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return patches.originals["_engine_run_backward"](*args, **kwargs)
 
 
-def _begin(run: _Run, forward: _Forward) -> None:
+def _begin(run: _BackwardRun, forward: _MadeBy) -> None:
     if run.begun is forward or run.summing_for is not None:
         return
     if run.begun is None:
@@ -272,7 +272,7 @@ def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:
         arrivals.setdefault(position, _Arrival()).add(stream)
 
 
-def _finish(run: _Run) -> None:
+def _finish(run: _BackwardRun) -> None:
     """The engine's end: the caller's stream waits for every stream that was used."""
     if run.finished:
         return

@@ -34,7 +34,7 @@ _WRAPS = "_wrap_tensor_autograd"
 _WAIT = "_c10d_functional::wait_tensor"
 
 
-class _Calls(threading.local):
+class _LaunchedHere(threading.local):
     """The collectives that the Python call in this thread has launched, and their tensors; None
     outside of one: then C++ launches them, as DDP's reducer does, and waits for them unseen."""
 
@@ -57,7 +57,7 @@ class _Kept:
             self._stream.device.record_stream(tensor, self._stream)
 
 
-_calls = _Calls()
+_calls = _LaunchedHere()
 #: What each `Work` keeps.
 _kept: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
 #: When each `Work` or `Future` is done.

@@ -35,7 +35,7 @@ from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.fake import autograd, faults, graphs, host_threads, patches
 from headrace.fake.costs import Costs
 from headrace.fake.dispatch_mode import DispatchMode
-from headrace.fake.function_mode import Call, FunctionMode
+from headrace.fake.function_mode import FunctionMode, ModeCall
 from headrace.fake.graph_pools import GraphPool
 from headrace.fake.streams import FakeEvent, FakeStream
 from headrace.races.checker import Actor, Clock, StreamView, join
@@ -115,7 +115,7 @@ class FakeDevice(host_threads.Hosts):
         self._spans: list[Span] = []
         #: Operations so far.
         self.launches = 0
-        self.call = Call()
+        self.call = ModeCall()
         self.hang: faults.Hang | None = None
         self.history = History()
         self._pictures: list[Picture] = []

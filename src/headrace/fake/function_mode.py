@@ -48,7 +48,7 @@ _SHALLOW_COPY = copy.copy.__code__  # of a tensor, it shares the storage
 _GROUPING = "_group_tensors_by_device_and_dtype"
 
 
-class Call(threading.local):
+class ModeCall(threading.local):
     """What the dispatch mode needs to know about the call that the function mode is running."""
 
     #: Where `device=` asks for the result: "device" or "host".

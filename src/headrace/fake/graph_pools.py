@@ -39,7 +39,7 @@ def fill_with_garbage(memory: torch.Tensor) -> None:
 
 
 @dataclass(slots=True)
-class _Block:
+class _PoolBlock:
     """Memory that a capture allocated. Times are counted in allocations of the pool."""
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -64,9 +64,9 @@ class GraphPool:
         self._graphs: weakref.WeakSet[Tape] = weakref.WeakSet()
         self._captures = 0
         self._allocations = 0
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _PoolBlock] = {}
         #: Those of them that somebody holds.
-        self._held: dict[int, _Block] = {}
+        self._held: dict[int, _PoolBlock] = {}
         # By capture: its last allocation, and the first time that memory of it was freed.
         self._last_allocated: dict[tuple[int, _Kind], int] = {}
         self._first_freed: dict[tuple[int, _Kind], int] = {}
@@ -93,7 +93,7 @@ class GraphPool:
         self._allocations += 1
         self._find_freed(capture)
         storage, kind = memory.untyped_storage(), (tracked.owner.stream_number, tracked.size_class)
-        block = _Block(
+        block = _PoolBlock(
             *(weakref.ref(storage), capture, kind, tracked.dtype.is_floating_point),
             self._allocations,
         )
@@ -131,7 +131,7 @@ class GraphPool:
             elif block.capture != capture and self._may_share(block, capture):
                 fill_with_garbage(bytes_of(storage))
 
-    def _may_share(self, block: _Block, capture: int) -> bool:
+    def _may_share(self, block: _PoolBlock, capture: int) -> bool:
         """Whether a block and some memory of a capture can have been the same bytes."""
         last = self._last_allocated.get((capture, block.kind))
         if last is not None and block.freed is not None and block.freed <= last:

@@ -27,7 +27,7 @@ _ENOUGH_SHM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """A problem or a limit of this machine, and what to do about it.
 
     A "problem" keeps Headrace from working properly; a "note" is a limit. `remedy` is a command
@@ -51,7 +51,7 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class MachineReport:
     """Everything that `doctor` found."""
 
     headrace: str
@@ -64,7 +64,7 @@ class Diagnosis:
     usable_cores: int
     memory_bytes: int
     devices: tuple[DeviceFacts, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[MachineFinding, ...]
 
     @property
     def healthy(self) -> bool:
@@ -95,12 +95,12 @@ class Diagnosis:
         return "\n".join(lines).rstrip()
 
 
-def diagnose(*, measure: bool = True) -> Diagnosis:
+def diagnose(*, measure: bool = True) -> MachineReport:
     """Examine this machine. With `measure`, also time each accelerator (about two seconds)."""
     opened = [open_device(name) for name in available_devices()]
     devices = tuple(_facts(device, measure) for device in opened)
     driver = driver_version()
-    return Diagnosis(
+    return MachineReport(
         headrace=headrace.__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -126,7 +126,7 @@ def _facts(device: Device, measure: bool) -> DeviceFacts:
     )
 
 
-def _findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+def _findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[MachineFinding]:
     found = [
         *_accelerator_findings(devices, driver),
         *_machine_findings(devices),
@@ -134,11 +134,13 @@ def _findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Find
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+def _accelerator_findings(
+    devices: tuple[DeviceFacts, ...], driver: str | None
+) -> list[MachineFinding]:
     if len(devices) > 1:
         slow = [d for d in devices if d.measured and d.measured.overlap_share < 0.5]
         return [
-            Finding(
+            MachineFinding(
                 "note",
                 f"on {device.name} copies hardly overlap compute, so prefetching gains little",
                 "check whether another program uses the GPU (nvidia-smi), then run doctor again",
@@ -147,7 +149,7 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
         ]
     if driver is not None:
         return [
-            Finding(
+            MachineFinding(
                 "problem",
                 f"an NVIDIA driver ({driver}) is installed, but this PyTorch "
                 f"(built for {_built_for()}) sees no GPU",
@@ -156,14 +158,14 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
         ]
     if _built_for() != "the CPU only":
         return [
-            Finding(
+            MachineFinding(
                 "problem",
                 f"PyTorch was built for {_built_for()}, but no driver answers",
                 "install the GPU driver; in a container, pass the GPU through",
             )
         ]
     return [
-        Finding(
+        MachineFinding(
             "note",
             "no GPU: every plan runs on the CPU, and none is faster than another",
             "use a machine with a GPU and a PyTorch built for it",
@@ -171,11 +173,11 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
     ]
 
 
-def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
+def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[MachineFinding]:
     found = []
     if len(devices) > 1 and importlib.util.find_spec("pynvml") is None:
         found.append(
-            Finding(
+            MachineFinding(
                 "note",
                 "GPU utilization cannot be sampled without NVML",
                 install_command("pynvml"),
@@ -183,7 +185,7 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
         )
     if _SHM.is_dir() and shutil.disk_usage(_SHM).total < _ENOUGH_SHM_BYTES:
         found.append(
-            Finding(
+            MachineFinding(
                 "note",
                 f"shared memory is small ({_gib(shutil.disk_usage(_SHM).total)}): loader workers "
                 "may crash with a bus error",
@@ -192,7 +194,7 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
         )
     if len(devices) == 1 and not _cpu_bf16_works():
         found.append(
-            Finding(
+            MachineFinding(
                 "note",
                 "bf16 crashes PyTorch on this CPU, which reports AMX but does not run it",
                 "export ONEDNN_MAX_CPU_ISA=AVX512_CORE",

@@ -7,48 +7,32 @@ process uses `SINGLE`, which has the same methods and sends nothing.
 
 from __future__ import annotations
 
-from headrace.parallel.models import (
-    Parallelism,
-    device_of,
-    eval_mode,
-    full_state_dict,
-    is_sharded,
-    local_shard,
-    local_shards,
-    parallelism_of,
-    ranks_of,
-    reshard,
-    set_gradient_sync,
-    shard_like,
-    shard_region,
-    unwrap,
-    wrap_ddp,
-)
-from headrace.parallel.ranks import SINGLE, Agreement, AllReduce, Ranks, close_before_group
-from headrace.parallel.torchrun import is_launched, join_ranks, rank_device
+from headrace.lazy import lazy
 
-__all__ = [
-    "SINGLE",
-    "Agreement",
-    "AllReduce",
-    "Parallelism",
-    "Ranks",
-    "close_before_group",
-    "device_of",
-    "eval_mode",
-    "full_state_dict",
-    "is_launched",
-    "is_sharded",
-    "join_ranks",
-    "local_shard",
-    "local_shards",
-    "parallelism_of",
-    "rank_device",
-    "ranks_of",
-    "reshard",
-    "set_gradient_sync",
-    "shard_like",
-    "shard_region",
-    "unwrap",
-    "wrap_ddp",
-]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from headrace.parallel.models import Parallelism as Parallelism
+    from headrace.parallel.models import device_of as device_of
+    from headrace.parallel.models import eval_mode as eval_mode
+    from headrace.parallel.models import full_state_dict as full_state_dict
+    from headrace.parallel.models import is_sharded as is_sharded
+    from headrace.parallel.models import local_shard as local_shard
+    from headrace.parallel.models import local_shards as local_shards
+    from headrace.parallel.models import parallelism_of as parallelism_of
+    from headrace.parallel.models import ranks_of as ranks_of
+    from headrace.parallel.models import reshard as reshard
+    from headrace.parallel.models import set_gradient_sync as set_gradient_sync
+    from headrace.parallel.models import shard_like as shard_like
+    from headrace.parallel.models import shard_region as shard_region
+    from headrace.parallel.models import unwrap as unwrap
+    from headrace.parallel.models import wrap_ddp as wrap_ddp
+    from headrace.parallel.ranks import SINGLE as SINGLE
+    from headrace.parallel.ranks import Agreement as Agreement
+    from headrace.parallel.ranks import AllReduce as AllReduce
+    from headrace.parallel.ranks import Ranks as Ranks
+    from headrace.parallel.ranks import close_before_group as close_before_group
+    from headrace.parallel.torchrun import is_launched as is_launched
+    from headrace.parallel.torchrun import join_ranks as join_ranks
+    from headrace.parallel.torchrun import rank_device as rank_device
+
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -127,7 +127,7 @@ class StoredTimeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StoredSample:
     """The driver's figures at one moment, and how many cores the process and its workers used."""
 
     at_s: float = 0.0
@@ -173,7 +173,7 @@ class PlanResult:
     graphs: dict[str, Any] | None = None
     compiled: dict[str, Any] | None = None
     timeline: StoredTimeline | None = None
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[StoredSample, ...] = ()
     score: Score | None = None
     notes: tuple[str, ...] = ()
 

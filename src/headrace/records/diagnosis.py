@@ -24,7 +24,7 @@ Outcome = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
+class TimeParts:
     """Milliseconds of a step by what the device did or waited for. They add up to the step."""
 
     computing: float = 0.0
@@ -126,7 +126,7 @@ class DiagnosisResult(ResultFile):
     nvml_share: float | None = None
     profiled_ms: float | None = None
     watched_ms: float | None = None
-    parts: StepParts | None = None
+    parts: TimeParts | None = None
     idle_share: float | None = None
     launches_per_step: float | None = None
     waits_per_step: float | None = None

@@ -34,7 +34,7 @@ class MetricsLine:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLine(MetricsLine):
+class StepMetrics(MetricsLine):
     """Some updates of an epoch. `loss` is the mean of recent batches, `mean_loss` of the epoch so
     far."""
 
@@ -136,7 +136,7 @@ class TrainingRun:
 
     path: Path
     settings: dict[str, Any]
-    steps: tuple[StepLine, ...] = ()
+    steps: tuple[StepMetrics, ...] = ()
     epochs: tuple[EpochLine, ...] = ()
     uses: tuple[UseLine, ...] = ()
     busy: BusyLine | None = None
@@ -190,7 +190,7 @@ def _invalid_triple(name: str, found: tuple[tuple[str, ...], ...]) -> Invalid | 
 
 
 _LINES: dict[str, type[Any]] = {
-    "step": StepLine,
+    "step": StepMetrics,
     "epoch": EpochLine,
     "use": UseLine,
     "busy": BusyLine,

@@ -11,7 +11,7 @@ from headrace.records import (
     DiagnosisResult,
     LineRecord,
     PythonLine,
-    StepParts,
+    TimeParts,
 )
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
 from headrace.report.environment import environment_view
@@ -87,7 +87,7 @@ def _parts(result: DiagnosisResult) -> dict[str, object] | None:
     parts = result.parts
     if parts is None or result.step_ms is None:
         return None
-    names = StepParts.__slots__
+    names = TimeParts.__slots__
     whole = Bar(
         label=Cell("a step"),
         segments=[Segment(getattr(parts, name), _LOOKS[name]) for name in names],
@@ -113,7 +113,7 @@ def _parts(result: DiagnosisResult) -> dict[str, object] | None:
     }
 
 
-def _share(parts: StepParts, name: str) -> Cell:
+def _share(parts: TimeParts, name: str) -> Cell:
     value = getattr(parts, name) / parts.total if parts.total else 0.0
     return Cell(share(value), value)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.translation.corpus.prepared import Prepared as Prepared
     from headrace.translation.decode import beam_search as beam_search
     from headrace.translation.decode import greedy as greedy
-    from headrace.translation.export import Comparison as Comparison
+    from headrace.translation.export import ExportCheck as ExportCheck
     from headrace.translation.export import export_ctranslate2 as export_ctranslate2
     from headrace.translation.loss import translation_loss as translation_loss
     from headrace.translation.model import EOS as EOS

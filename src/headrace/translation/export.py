@@ -31,7 +31,7 @@ MAX_DIFFERENT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ExportCheck:
     """How many sentences both models translated to the same pieces."""
 
     sentences: int
@@ -45,7 +45,7 @@ class Comparison:
 
 def export_ctranslate2(
     trained: TrainedModel, out: Path, *, check: Sequence[str] = ()
-) -> Comparison | None:
+) -> ExportCheck | None:
     """Write a CTranslate2 model to the new folder `out`.
 
     With sentences to `check`, both models translate them first. If too many translations differ,
@@ -69,7 +69,7 @@ def export_ctranslate2(
     return comparison
 
 
-def compare(trained: TrainedModel, folder: Path, sentences: Sequence[str]) -> Comparison:
+def compare(trained: TrainedModel, folder: Path, sentences: Sequence[str]) -> ExportCheck:
     """Translate sentences greedily with a model and its export, in float32 on the CPU."""
     import ctranslate2
 
@@ -103,7 +103,7 @@ def compare(trained: TrainedModel, folder: Path, sentences: Sequence[str]) -> Co
         ids = {piece: i for i, piece in enumerate(target)}
         texts = trained.decode([ours[at], [ids[piece] for piece in theirs[at]]])
         example = sentences[chosen[at]], texts[0], texts[1]
-    return Comparison(len(chosen), len(chosen) - len(different), example)
+    return ExportCheck(len(chosen), len(chosen) - len(different), example)
 
 
 def _write(trained: TrainedModel, folder: Path) -> None:
@@ -188,7 +188,7 @@ def _set_norm(part: Any, norm: nn.Module) -> None:
     part.gamma, part.beta = _weight(norm.weight), _weight(norm.bias)
 
 
-def _explain(comparison: Comparison, out: Path) -> str:
+def _explain(comparison: ExportCheck, out: Path) -> str:
     assert comparison.example is not None
     source, ours, theirs = comparison.example
     different = comparison.sentences - comparison.equal

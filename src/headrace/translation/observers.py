@@ -19,7 +19,7 @@ from headrace.translation.settings import TrainSettings
 
 
 @dataclass(frozen=True)
-class Observers:
+class RunObservers:
     """Tells the observers of a run about each epoch and step."""
 
     device: Device

@@ -51,7 +51,7 @@ from headrace.parallel import (
     rank_device,
 )
 from headrace.progress import ProgressLine, RecentLoss
-from headrace.records import EpochLine, StepLine
+from headrace.records import EpochLine, StepMetrics
 from headrace.report import try_report
 from headrace.schema import refuse_unknown
 from headrace.text_table import counted
@@ -62,7 +62,7 @@ from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.observers import (
     EpochGauges,
-    Observers,
+    RunObservers,
     batches_left,
     expect_earlier_rates,
     new_metrics,
@@ -263,7 +263,7 @@ class Trainer:
                     )
                     expect_earlier_rates(progress, folder.metrics, _tokens_per_batch(parts))
                 with new_monitor(settings, ranks, folder, metrics, engine) as monitor:
-                    observers = Observers(device, progress, gauges, metrics, watchdog, monitor)
+                    observers = RunObservers(device, progress, gauges, metrics, watchdog, monitor)
                     loop = TrainingLoop(
                         parts,
                         checkpoints,
@@ -462,7 +462,7 @@ TIME_LIMIT, PATIENCE = "time limit", "patience"
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrainingEnd:
     """How training ended: by a signal, early by `TIME_LIMIT` or `PATIENCE`, or with all done."""
 
     signal: str | None = None
@@ -478,7 +478,7 @@ class TrainingLoop:
         checkpoints: Checkpoints,
         weight_files: WeightFiles,
         losses: EpochLoss,
-        observers: Observers,
+        observers: RunObservers,
         stop: StopRequests,
         ends_at_s: float | None = None,
         start_up: StartUp | None = None,
@@ -492,16 +492,16 @@ class TrainingLoop:
         self._first_batches = FirstBatches(skip=5 if parts.plan.graphs == "off" else 100)
         self._has_trained = False
 
-    def train(self, first_batch: int) -> Ending:
+    def train(self, first_batch: int) -> TrainingEnd:
         """Train to the end, starting at `first_batch` of the current epoch."""
         while not is_done(self._parts.settings, self._parts.engine):
             ending = self._out_of_patience() or self._requested_end() or self._epoch(first_batch)
             if ending is not None:
                 return ending
             first_batch = 0
-        return Ending()
+        return TrainingEnd()
 
-    def _out_of_patience(self) -> Ending | None:
+    def _out_of_patience(self) -> TrainingEnd | None:
         settings, best = self._parts.settings, self._weight_files.best
         waited = self._weight_files.epochs_without_better(self._parts.engine.epochs - 1)
         if not settings.patience or waited < settings.patience:
@@ -516,15 +516,15 @@ class TrainingLoop:
             f"stopping early: no better validation {score} of epoch {best['epoch'] + 1} in the "
             f"last {counted(waited, 'epoch')} (--patience)"
         )
-        return Ending(early=PATIENCE)
+        return TrainingEnd(early=PATIENCE)
 
-    def _requested_end(self) -> Ending | None:
+    def _requested_end(self) -> TrainingEnd | None:
         """The end that a signal or the time limit asks for, between two epochs. If one rank
         received a signal, all stop."""
         # The requests of `poll`, in its order: `wait` also returns those that are on their way.
         number, _, late = self._agreement.wait(self._stop.number, 0, self._is_late())
         if number:
-            return Ending(signal=_signal_name(number))
+            return TrainingEnd(signal=_signal_name(number))
         return self._end_by_time() if late else None
 
     def _is_late(self) -> int:
@@ -534,15 +534,15 @@ class TrainingLoop:
             return 0
         return int(time.monotonic() >= self._ends_at_s)
 
-    def _end_by_time(self) -> Ending:
+    def _end_by_time(self) -> TrainingEnd:
         self._observers.progress.final(
             f"the time limit of {time_text(self._parts.settings.time_limit)} is reached after "
             f"{counted(self._parts.engine.updates, 'update')}; "
             f"{_how_to_resume(self._checkpoints.folder)}"
         )
-        return Ending(early=TIME_LIMIT)
+        return TrainingEnd(early=TIME_LIMIT)
 
-    def _epoch(self, first_batch: int) -> Ending | None:
+    def _epoch(self, first_batch: int) -> TrainingEnd | None:
         """Train one epoch. Returns what ended it before its last batch, or None."""
         settings, ranks = self._parts.settings, self._parts.ranks
         engine, loader = self._parts.engine, self._parts.loader
@@ -592,7 +592,7 @@ class TrainingLoop:
                 engine.leave()
                 # The report then counts the same updates as the terminal.
                 self._write_step_metrics(None)
-                return Ending(signal=_signal_name(stop))
+                return TrainingEnd(signal=_signal_name(stop))
             if late and info.batch + 1 < batches:  # else the epoch ends now anyway
                 # Before the pass ends: only then can the checkpoint continue within the epoch.
                 observers.watchdog.pause()
@@ -641,7 +641,7 @@ class TrainingLoop:
 
     def _write_step_metrics(self, tokens_per_s: float | None) -> None:
         engine, losses, observers = self._parts.engine, self._losses, self._observers
-        line = StepLine(
+        line = StepMetrics(
             engine.updates, engine.epochs, losses.recent.mean, tokens_per_s, losses.mean
         )
         observers.metrics.write("step", line.step, **line.values())

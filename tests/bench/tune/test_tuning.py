@@ -20,8 +20,8 @@ from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.search import Measurement, Search
-from headrace.bench.works.training import Training
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.training import ModelTraining
+from headrace.bench.works.work import Workload, work_of
 from headrace.cli import app
 from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError, TuneError
@@ -43,10 +43,10 @@ SLOW = Costs(
 )
 
 
-def made_up(device: FakeDevice, compute_ms: float = 10.0, extra_bytes: int = 0) -> Work:
+def made_up(device: FakeDevice, compute_ms: float = 10.0, extra_bytes: int = 0) -> Workload:
     """One kernel of that length a step; a graph plan of it would need so much memory more."""
 
-    def make(batch_size: int = 6) -> Training:
+    def make(batch_size: int = 6) -> ModelTraining:
         model = torch.nn.Linear(4, 1)
 
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,9 @@ def made_up(device: FakeDevice, compute_ms: float = 10.0, extra_bytes: int = 0) 
             return found
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Training(model, optimizer, loss, [torch.ones(batch_size, 4) * n for n in range(3)])
+        return ModelTraining(
+            model, optimizer, loss, [torch.ones(batch_size, 4) * n for n in range(3)]
+        )
 
     return work_of(make, name="made up")
 
@@ -70,7 +72,7 @@ def no_measurement(one: Candidate, steps: int) -> Measurement:
 
 
 class TestMeasuring:
-    def measurer(self, fake: FakeDevice, work: Work, **options: Any) -> WorkMeasurer:
+    def measurer(self, fake: FakeDevice, work: Workload, **options: Any) -> WorkMeasurer:
         space = Space(("baseline", "pipeline", "graph"))
         return WorkMeasurer(work, fake, space, warmup=2, compared_steps=4, **options)
 
@@ -160,7 +162,7 @@ class TestMeasuring:
         with FakeDevice(costs=FREE) as fake:
             work = made_up(fake)
 
-            def make() -> Training:
+            def make() -> ModelTraining:
                 made = work.build()
 
                 def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -176,7 +178,7 @@ class TestMeasuring:
         assert str(found.unequal).startswith("step ")
 
     def test_an_error_of_the_users_is_a_result(self) -> None:
-        def make() -> Training:
+        def make() -> ModelTraining:
             made, calls = made_up(fake).build(), []
 
             def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -199,7 +201,7 @@ class TestMeasuring:
         with FakeDevice(costs=FREE) as fake:
             made = made_up(fake).build()
 
-            def make() -> Training:
+            def make() -> ModelTraining:
                 def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
                     return made.loss(model, batch) * float(batch.sum().item() >= 0)
 

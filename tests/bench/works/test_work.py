@@ -14,8 +14,8 @@ import torch
 from headrace.bench import find_work
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.works.builtin import BUILT_IN
-from headrace.bench.works.training import CarryTraining, StepTraining, Training
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.training import CarryTraining, ModelTraining, StepTraining
+from headrace.bench.works.work import Workload, work_of
 from headrace.data import batch_leaves, measure_leaves
 from headrace.device import Device, open_device
 from headrace.engine import Carry, Engine
@@ -29,11 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small(name: str, **options: Any) -> Work:
+def small(name: str, **options: Any) -> Workload:
     return find_work(name, SMALL[name] | options)
 
 
-def numbers(training: Training) -> list[torch.Tensor]:
+def numbers(training: ModelTraining) -> list[torch.Tensor]:
     tensors = [*training.model.state_dict().values()]
     return tensors + [part for batch in training.loader for part in batch]
 
@@ -260,7 +260,7 @@ class TestUsersWork:
             given.update(device=device, seed=seed, pin=pin, workers=workers, **rest)
             model = torch.nn.Linear(1, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return Training(model, optimizer, lambda m, b: m(b).sum(), [torch.ones(1, 1)])
+            return ModelTraining(model, optimizer, lambda m, b: m(b).sum(), [torch.ones(1, 1)])
 
         work_of(make, {"other": 5}).make(open_device("cpu"), seed=7, pin=True)
         assert given == {

@@ -14,7 +14,7 @@ from headrace.bench.plan_list import PlanEntry
 from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.search import Measurement
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.plan import Plan
 
@@ -31,7 +31,7 @@ class WorkMeasurer:
 
     def __init__(
         self,
-        work: Work,
+        work: Workload,
         device: Device,
         space: Space,
         *,

@@ -23,7 +23,7 @@ from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.search import Measurement, NothingRuns, Search, SearchProgress, Stopped
 from headrace.bench.tune.settings import TuneSettings
 from headrace.bench.works.lookup import find_work
-from headrace.bench.works.work import Work
+from headrace.bench.works.work import Workload
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.lifecycle import RunFolder, StopRequests
@@ -106,7 +106,7 @@ class Tuning:
         self._store(result)
         return result
 
-    def _space(self, work: Work) -> Space:
+    def _space(self, work: Workload) -> Space:
         settings = self.settings
         return Space.on(
             self._device,
@@ -118,7 +118,7 @@ class Tuning:
             own_workers=_own_workers(work),
         )
 
-    def _measurer(self, work: Work, space: Space) -> WorkMeasurer:
+    def _measurer(self, work: Workload, space: Space) -> WorkMeasurer:
         settings = self.settings
         return WorkMeasurer(
             work,
@@ -141,7 +141,7 @@ class Tuning:
         replace_file(self.plan_file, result.plan_yaml().encode(), TuneError)
 
 
-def _require_parameters(work: Work, settings: TuneSettings) -> None:
+def _require_parameters(work: Workload, settings: TuneSettings) -> None:
     """Raise an error if the search is to set workers and the workload has no such parameter."""
     if settings.workers and "workers" not in work.loader_fields:
         raise TuneError(f"workers: {work.name} has no such parameter: expected a parameter workers")
@@ -162,7 +162,7 @@ def _unless_stopped(
     return measured
 
 
-def _own_workers(work: Work) -> int | None:
+def _own_workers(work: Workload) -> int | None:
     """How many workers a workload uses by itself, if it has such a parameter."""
     known = inspect.signature(work.build).parameters.get("workers")
     if known is None:

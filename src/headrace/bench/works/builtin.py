@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.bench.works.resnet import ResNet
-from headrace.bench.works.training import Training
-from headrace.bench.works.work import Unit, Work, settable, work_of
+from headrace.bench.works.training import ModelTraining
+from headrace.bench.works.work import Unit, Workload, settable, work_of
 from headrace.errors import WorkOptionError
 from headrace.schema import require_whole
 from headrace.translation import EOS, ModelSettings, Translator, translation_loss
@@ -31,19 +31,19 @@ class BuiltIn:
     """A built-in workload. `description` is a template for its options. `small` are the defaults on
     a CPU, which would take an hour with the ordinary ones."""
 
-    build: Callable[..., Training]
+    build: Callable[..., ModelTraining]
     unit: Unit
     description: str
     small: Mapping[str, Any]
 
-    def work(self, options: Mapping[str, Any], *, small: bool = False) -> Work:
+    def work(self, options: Mapping[str, Any], *, small: bool = False) -> Workload:
         name, defaults = self.build.__name__, self.build.__kwdefaults__ or {}
         for option in settable(self.build):
             if option in options:
                 _check_option(name, option, options[option], defaults[option])
         work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
         description = self.description.format(**work.options)
-        return Work(name, description, self.unit, self.build, work.options, work.where)
+        return Workload(name, description, self.unit, self.build, work.options, work.where)
 
 
 def translation(
@@ -59,14 +59,14 @@ def translation(
     pin: bool = False,
     workers: int = 0,
     prefetch_factor: int = 2,
-) -> Training:
+) -> ModelTraining:
     """The Transformer of `headrace train`, on sentences of one length without padding."""
     settings = ModelSettings.preset(preset).replace(
         dropout=dropout, max_length=max(512, length + 1)
     )
     model = Translator(settings, vocabulary, vocabulary)
     data = RandomBatches(partial(_sentences, batch, length, vocabulary), batches, seed)
-    return Training(
+    return ModelTraining(
         model, _adamw(model, lr), translation_loss(), loader_of(data, pin, workers, prefetch_factor)
     )
 
@@ -84,13 +84,13 @@ def resnet(
     pin: bool = False,
     workers: int = 0,
     prefetch_factor: int = 2,
-) -> Training:
+) -> ModelTraining:
     """ResNet on square images of random noise."""
     if depth not in _RESNETS:
         raise WorkOptionError(f"depth = {depth}: expected {', '.join(map(str, _RESNETS))}")
     model = ResNet(_RESNETS[depth], width, classes)
     data = RandomBatches(partial(_images, batch, size, classes), batches, seed)
-    return Training(
+    return ModelTraining(
         model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
     )
 
@@ -107,7 +107,7 @@ def mlp(
     pin: bool = False,
     workers: int = 0,
     prefetch_factor: int = 2,
-) -> Training:
+) -> ModelTraining:
     """A few small layers: steps too short to hide any overhead."""
     parts: list[nn.Module] = []
     for _ in range(layers):
@@ -116,7 +116,7 @@ def mlp(
             parts.append(nn.Dropout(dropout))
     model = nn.Sequential(*parts, nn.Linear(width, 10))
     data = RandomBatches(partial(_rows, batch, width), batches, seed)
-    return Training(
+    return ModelTraining(
         model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
     )
 

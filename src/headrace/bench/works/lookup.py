@@ -11,13 +11,15 @@ from types import ModuleType
 from typing import Any
 
 from headrace.bench.works.builtin import BUILT_IN
-from headrace.bench.works.work import Work, work_of
+from headrace.bench.works.work import Workload, work_of
 from headrace.errors import BenchError, UnknownWorkError
 from headrace.schema import listed, nearest
 from headrace.source_lines import line_of_error
 
 
-def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
+def find_work(
+    named: str, options: Mapping[str, Any] | None = None, *, small: bool = False
+) -> Workload:
     """The workload called `named`: a built-in one, `module:function` or `file.py:function`.
 
     `small` selects the defaults for a CPU. Modules in the current folder come first; a file can

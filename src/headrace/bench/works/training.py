@@ -22,7 +22,7 @@ from headrace.errors import BenchError
 from headrace.plan import Plan
 
 
-class Training(NamedTuple):
+class ModelTraining(NamedTuple):
     """A model, its optimizer and loss function, and a loader that each epoch iterates anew."""
 
     model: torch.nn.Module
@@ -30,7 +30,7 @@ class Training(NamedTuple):
     loss: LossFunction
     loader: Iterable[Any]
 
-    def on(self, device: Device) -> Training:
+    def on(self, device: Device) -> ModelTraining:
         """The same on a device, in training mode."""
         _place(device, self.model, self.loss)
         return self
@@ -106,7 +106,7 @@ class StepTraining(NamedTuple):
         return StepState.find(device, self.step)
 
 
-Made = Training | CarryTraining | StepTraining
+Made = ModelTraining | CarryTraining | StepTraining
 
 
 def _place(device: Device, model: torch.nn.Module, loss: object) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from headrace.bench.works.training import CarryTraining, Made, StepTraining, Training
+from headrace.bench.works.training import CarryTraining, Made, ModelTraining, StepTraining
 from headrace.device import Device
 from headrace.engine import GraphedFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
@@ -47,7 +47,7 @@ _BATCH_SIZE = ("batch_size", "batch")
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A workload with its options. `make` builds it, the same each time.
 
     Throughput counts `unit`: samples (the first dimension of a batch) or tokens (the `weight` that
@@ -135,7 +135,7 @@ class Work:
             )
         return made
 
-    def _checked_model(self, parts: Mapping[str, Any]) -> Training | CarryTraining:
+    def _checked_model(self, parts: Mapping[str, Any]) -> ModelTraining | CarryTraining:
         takes_state = "carry" in parts
         self._refuse_parts_of_a_step(parts["optimizer"], parts["loss"])
         self._require(parts, "model", torch.nn.Module, "a torch.nn.Module")
@@ -156,7 +156,7 @@ class Work:
                 "loss(model, batch), or (model, optimizer, loss, loader, carry), where carry is "
                 "the state that loss(model, batch, carried) gets with the first batch"
             )
-        return Training(**parts)
+        return ModelTraining(**parts)
 
     def _checked_step(self, parts: Mapping[str, Any]) -> StepTraining:
         step = parts["step"]
@@ -233,7 +233,7 @@ class Work:
             {name: named[name] for name in expected} | {"carry": named.get("carry")}
         )
 
-    def _check_optimizer(self, training: Training | CarryTraining) -> None:
+    def _check_optimizer(self, training: ModelTraining | CarryTraining) -> None:
         owned = {id(parameter) for parameter in training.model.parameters()}
         groups = training.optimizer.param_groups
         if owned.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
@@ -276,7 +276,7 @@ def work_of(
     *,
     name: str | None = None,
     description: str | None = None,
-) -> Work:
+) -> Workload:
     """Make a workload of a function. The function's attribute `unit`, if it has one, is the unit of
     the workload; the first line of its docstring is the description."""
     title = name or f"{function.__module__}:{getattr(function, '__name__', 'work')}"
@@ -287,7 +287,7 @@ def work_of(
     if unit not in ("samples", "tokens"):
         raise BenchError(f"{title}: unit = {quoted(unit)}: expected samples or tokens")
     summary = (inspect.getdoc(function) or title).splitlines()[0].rstrip(".")
-    return Work(
+    return Workload(
         name=title,
         description=description or summary,
         unit=unit,

@@ -182,7 +182,7 @@ def _reorder(
     return np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]), padded[batches]
 
 
-class Batches(Protocol):
+class EpochPlan(Protocol):
     """The batches of one epoch, in order. As text, it says how many there are and how full."""
 
     @property
@@ -196,7 +196,7 @@ class Batches(Protocol):
 class Batching(Protocol):
     """Decides about batches: a `BatchPlan`, or a `PackedPlan`."""
 
-    def epoch(self, epoch: int) -> Batches: ...
+    def epoch(self, epoch: int) -> EpochPlan: ...
 
     def share(self, batch: BatchSpec, rank: int, ranks: int) -> BatchSpec: ...
 
@@ -211,7 +211,7 @@ class Division(NamedTuple):
     digest: str  # of the indices of all pairs, batch by batch
 
     @classmethod
-    def of(cls, batches: Batches) -> Division:
+    def of(cls, batches: EpochPlan) -> Division:
         digest = hashlib.blake2b(digest_size=8)
         for number in range(len(batches)):
             indices = batches[number].indices
@@ -244,7 +244,7 @@ class PlannedSampler(Sampler[BatchSpec]):
         self._start = 0
         self._has_epochs = False  # whether `set_epoch` is called at all
         self._planner = ThreadPoolExecutor(1, "planner")  # starts its thread when it is first used
-        self._ahead: tuple[int, Future[Batches]] | None = None
+        self._ahead: tuple[int, Future[EpochPlan]] | None = None
         self._division: Division | None = None
         self.batches = plan.epoch(0)
 
@@ -272,7 +272,7 @@ class PlannedSampler(Sampler[BatchSpec]):
             self._division = Division.of(self.batches)
         return self._division
 
-    def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
+    def _specs(self, epoch: int, batches: EpochPlan, start: int) -> Iterator[BatchSpec]:
         while True:
             for at in range(start, len(batches)):
                 if at >= len(batches) // 2 and self._has_epochs:
@@ -287,7 +287,7 @@ class PlannedSampler(Sampler[BatchSpec]):
         if self._ahead is None or self._ahead[0] != epoch:
             self._ahead = (epoch, self._planner.submit(self._plan.epoch, epoch))
 
-    def _planned(self, epoch: int) -> Batches:
+    def _planned(self, epoch: int) -> EpochPlan:
         if self._ahead is not None and self._ahead[0] == epoch:
             return self._ahead[1].result()
         return self._plan.epoch(epoch)
