@@ -520,6 +520,42 @@ def test_tied_weights_and_autocast(capturing: Device) -> None:
     assert replays(compare(capturing, lambda device: made(device, Tied(), loss_of))) == 5
 
 
+class Island(nn.Module):
+    """Its second layer computes in full precision, also where autocast is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        with torch.autocast(x.device.type, enabled=False):
+            out: torch.Tensor = self.other(hidden.float())
+        return out
+
+
+@pytest.mark.parametrize("inside", ["never", "always", "at times"])
+def test_a_backward_outside_or_inside_of_autocast(capturing: Device, inside: str) -> None:
+    """Autocast would round what the backward computes in full precision."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> Any:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model(x).square().mean()
+
+    def build(device: Device) -> Made:
+        parts, step = made(device, Island(), loss_of)
+
+        def in_autocast(at: int) -> Any:
+            on = inside == "always" or (inside == "at times" and at % 2 == 0)
+            with torch.autocast(device.torch_device.type, torch.bfloat16, enabled=on):
+                return step(at)
+
+        return parts, in_autocast
+
+    report = compare(capturing, build, 7)
+    assert replays(report) > 0
+
+
 def test_two_calls_in_one_autocast_block(capturing: Device) -> None:
     """An eager loop's second call takes the casts of the first; graphs make their own."""
 

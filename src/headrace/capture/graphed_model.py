@@ -103,8 +103,8 @@ class CapturedModel:
     arguments' leaves at `places`. `with_gradient` are the numbers of the outputs whose gradients
     the backward takes, `into` the memory that it takes them from. `numbers` are the parameters that
     get a gradient, `differentiated` the leaves of the arguments that get one. `draws` is whether
-    the forward draws random numbers, `writes` a buffer that it writes and may read. `uses` must not
-    be freed."""
+    the forward draws random numbers, `writes` a buffer that it writes and may read, `autocast`
+    whether the backward runs under autocast. `uses` must not be freed."""
 
     forward: Graph
     gradients: GradientBuffers
@@ -116,6 +116,7 @@ class CapturedModel:
     #: What it draws on the host, where it decides something.
     host_draws: HostDraws | None = None
     backward: Graph | None = None
+    autocast: bool = False
     with_gradient: list[int] = field(default_factory=list)
     into: list[torch.Tensor] = field(default_factory=list)
     numbers: tuple[int, ...] = ()
@@ -132,9 +133,10 @@ class CapturedModel:
 @dataclass(slots=True)
 class _Seen:
     """What watched calls of a key have shown. `gradients` are the outputs that got a gradient, each
-    with its strides."""
+    with its strides, `autocast` whether their backward ran under autocast."""
 
     gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    autocast: bool = False
     kept_bytes: int = 0
     #: Whether it draws random numbers, and a buffer that it writes and may read.
     draws: bool = False
@@ -375,6 +377,7 @@ class GraphedModel:
         if torch.is_grad_enabled():
             self.give_up(DOUBLE_BACKWARD)
         seen.gradients[number] = tuple(gradient.stride())
+        seen.autocast = self.is_autocast()
 
     def _obstacle(self) -> str | None:
         state = StepState(self._device, self._forward, (self.model,), ())
@@ -509,11 +512,7 @@ class GraphedModel:
         if sum(len(lane.graphs) for lane in self._lanes) >= self._max_graphs:
             self._why_no_graph = f"{self._max_graphs} graphs are in use for other shapes"
             return None
-        if (
-            self._lanes
-            and free is None
-            and torch.is_autocast_enabled(self._device.torch_device.type)
-        ):
+        if self._lanes and free is None and self.is_autocast():
             self._shares_casts = True
         try:
             if free is None:
@@ -644,9 +643,12 @@ class GraphedModel:
                 self._gradients.write(by_number)
             return list(by_number), others
 
-        graph.backward, (found_for, graph.input_gradients) = self._device.capture(
-            work, self._backward_pool
-        )
+        # The loop's backward usually runs after its autocast block, and this call inside of it.
+        kind, graph.autocast = self._device.torch_device.type, seen.autocast
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), graph.autocast):
+            graph.backward, (found_for, graph.input_gradients) = self._device.capture(
+                work, self._backward_pool
+            )
         graph.numbers = tuple(found_for)
 
     # --- replays ----------------------------------------------------------------------------------
@@ -682,6 +684,9 @@ class GraphedModel:
             for number, one in zip(numbers, fresh, strict=True):
                 made[number] = one
         return graph.outputs.result(made, leaves)
+
+    def is_autocast(self) -> bool:
+        return torch.is_autocast_enabled(self._device.torch_device.type)
 
     def gradient_missed(self, graph: CapturedModel, numbers: list[int]) -> None:
         """A graph's backward does not take the gradients of these outputs: capture it anew."""
@@ -818,6 +823,8 @@ class _Waiting:
         mine = [by_number.pop(number) for number in graph.with_gradient]
         if any(one is not None for one in by_number.values()):
             owner.gradient_missed(graph, [n for n, one in by_number.items() if one is not None])
+            found = owner.run_eager_backward(self, list(gradients), create_graph=False)
+        elif owner.is_autocast() != graph.autocast:
             found = owner.run_eager_backward(self, list(gradients), create_graph=False)
         else:
             found = owner.run_backward(graph, mine)
