@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from headrace.engine import graphed as graphed
     from headrace.errors import HeadraceError as HeadraceError
     from headrace.integrations import lightning as lightning  # extra
+    from headrace.integrations import transformers as transformers  # extra
     from headrace.lifecycle import Watchdog as Watchdog
     from headrace.machine import BusyWindow as BusyWindow
     from headrace.machine import Monitor as Monitor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from headrace.integrations.replaced import ReplacedMethods
@@ -33,3 +34,15 @@ def test_what_somebody_has_replaced_since_stays() -> None:
     owner.method = later = lambda: "later"
     replaced.undo()
     assert owner.method is later
+
+
+class Other:
+    def method(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
+
+
+def test_a_method_gets_the_signature_of_what_it_replaces() -> None:
+    owner: Any = Owner()
+    ReplacedMethods().replace(owner, "method", Other().method)
+    assert owner.method(1, 2) == (1, 2)
+    assert not inspect.signature(owner.method).parameters

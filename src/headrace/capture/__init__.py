@@ -9,6 +9,7 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 
 from __future__ import annotations
 
+from headrace.capture.accelerated import is_prepared
 from headrace.capture.cache import CapturedWork, GraphCache, signature
 from headrace.capture.capturable_optimizer import (
     CapturableOptimizer,
@@ -52,6 +53,7 @@ __all__ = [
     "describe_failure",
     "describe_own_graphs",
     "fused_or",
+    "is_prepared",
     "map_tensors",
     "parts_of",
     "recurrent_obstacle",

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
 from headrace.data import prefetch
@@ -204,7 +205,8 @@ def speed_up(
             part.compile()
         graphed.append((model, part))
     updates = [
-        (one, GraphedUpdate(one, opened, name=names[id(one)], after=after)) for one in optimizers
+        (one, GraphedUpdate(optimizer_inside(one), opened, name=names[id(one)], after=after))
+        for one in optimizers
     ]
     return SpeedUp(graphed, updates, None, loader)
 
@@ -235,9 +237,13 @@ def _device_of(
     return torch.device("cpu")
 
 
+def _inside(part: object) -> object:
+    return optimizer_inside(part) if isinstance(part, torch.optim.Optimizer) else part
+
+
 def _names(parts: Iterable[object]) -> dict[int, str]:
     """A name for each part: its type, numbered where there are several."""
-    types_of = {id(one): type(one).__name__ for one in parts}
+    types_of = {id(one): type(_inside(one)).__name__ for one in parts}
     names: dict[int, str] = {}
     for key, kind in types_of.items():
         alike = [other for other, one in types_of.items() if one == kind]
@@ -303,7 +309,8 @@ def _class_state(model: torch.nn.Module) -> Any:
     return own(model)
 
 
-def _install_step(optimizer: torch.optim.Optimizer, update: GraphedUpdate) -> Callable[[], None]:
+def _install_step(given: torch.optim.Optimizer, update: GraphedUpdate) -> Callable[[], None]:
+    optimizer = optimizer_inside(given)
     before = vars(optimizer).get("step")
 
     @functools.wraps(optimizer.step)
@@ -313,6 +320,7 @@ def _install_step(optimizer: torch.optim.Optimizer, update: GraphedUpdate) -> Ca
     # A method, since learning rate schedulers unwrap it.
     installed: Any = types.MethodType(step, optimizer)
     optimizer.step = installed  # type: ignore[method-assign]
+    wrapper_steps_by(given, installed)
 
     def undo() -> None:
         if vars(optimizer).get("step") is not installed:
@@ -320,5 +328,6 @@ def _install_step(optimizer: torch.optim.Optimizer, update: GraphedUpdate) -> Ca
         del optimizer.step
         if before is not None:
             optimizer.step = before  # type: ignore[method-assign]
+        wrapper_steps_by(given, optimizer.step)
 
     return undo

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.capture import is_prepared
 from headrace.errors import StepError
 
 
@@ -16,7 +17,7 @@ def unwrap_optimizer(optimizer: Any, accumulate: int) -> Any:
     """The optimizer inside Accelerate's wrapper; another optimizer is returned as it is.
     `accumulate` is the engine's number of batches per update. Raises `StepError` if the wrapper
     does more than the engine can do."""
-    if not _is_wrapper(optimizer, "AcceleratedOptimizer"):
+    if not is_prepared(optimizer, "AcceleratedOptimizer"):
         return optimizer
     if type(optimizer).__name__ != "AcceleratedOptimizer":
         raise StepError(
@@ -43,7 +44,7 @@ def unwrap_optimizer(optimizer: Any, accumulate: int) -> Any:
 def unwrap_scheduler(scheduler: Any) -> Any:
     """The scheduler inside Accelerate's wrapper; another scheduler is returned as it is. Raises
     `StepError` if the wrapper steps it in a way that the engine cannot."""
-    if not _is_wrapper(scheduler, "AcceleratedScheduler"):
+    if not is_prepared(scheduler, "AcceleratedScheduler"):
         return scheduler
     if type(scheduler).__name__ != "AcceleratedScheduler":
         raise StepError(
@@ -63,11 +64,3 @@ def unwrap_scheduler(scheduler: Any) -> Any:
 def _processes(scheduler: Any) -> int:
     states = (getattr(optimizer, "accelerator_state", None) for optimizer in scheduler.optimizers)
     return max((getattr(state, "num_processes", 1) for state in states), default=1)
-
-
-def _is_wrapper(wrapper: object, name: str) -> bool:
-    """Whether an object's class is Accelerate's class `name`, or derived from it."""
-    return any(
-        kind.__name__ == name and kind.__module__.partition(".")[0] == "accelerate"
-        for kind in type(wrapper).__mro__
-    )

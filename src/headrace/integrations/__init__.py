@@ -1,6 +1,7 @@
 """`hr.speed_up` inside other training frameworks: a file for each, which is imported on first use.
 
-    trainer = lightning.Trainer(callbacks=[hr.lightning.SpeedUp()])
+    hr.transformers.speed_up(trainer)                        # the Hugging Face Trainer
+    lightning.Trainer(callbacks=[hr.lightning.SpeedUp()])    # Lightning
 
 In: a framework's trainer. Out: the same losses, weights, logged values and checkpoints, with the
 model and the optimizer as graphs, and without the framework's own waits for the device. Accelerate
@@ -13,7 +14,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_MODULES = ("lightning",)
+_MODULES = ("lightning", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 
 class ReplacedMethods:
-    """Methods that are replaced on instances, not on their classes, until `undo()`."""
+    """Methods that are replaced on instances, not on their classes, until `undo()`. What replaces
+    a method has its signature, which others may read."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -15,6 +18,8 @@ class ReplacedMethods:
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         own = vars(owner)
         had, before = name in own, own.get(name)
+        if inspect.ismethod(new):
+            new = _with_signature_of(getattr(owner, name), new)
         own[name] = new
 
         def undo() -> None:
@@ -30,3 +35,11 @@ class ReplacedMethods:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _with_signature_of(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return new(*args, **kwargs)
+
+    return call
