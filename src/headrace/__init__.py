@@ -1,4 +1,10 @@
-"""Headrace: a PyTorch training engine that keeps the GPU busy, and shows what the host waits for.
+"""Keep the GPU busy while PyTorch trains, and measure that it is.
+
+    import headrace as hr
+
+    hr.speed_up(model, optimizer)  # once; your loop stays as it is
+
+Or let the engine run the loop:
 
     import headrace as hr
 

@@ -109,7 +109,7 @@ def test_help_shows_the_defaults_of_settings() -> None:
     for default in ("runs/train", "0.0007", "no-joint", "(set by --preset)", "auto"):
         assert f"[default: {default}]" in shown
     for panel in SECTIONS:
-        assert f" {panel} ─" in shown
+        assert f" {panel}: -" in shown
 
 
 def test_waiting_threads_sleep_from_when_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

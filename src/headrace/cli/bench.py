@@ -46,7 +46,9 @@ $ headrace bench --work my_module:make_work --json > result.json
 
 
 def _count(help_text: str, minimum: int) -> Any:
-    return typer.Option(min=minimum, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
+    return typer.Option(
+        min=minimum, metavar="INTEGER", help=help_text, rich_help_panel=_MEASUREMENT
+    )
 
 
 def bench(
@@ -91,7 +93,7 @@ def bench(
         float,
         typer.Option(
             min=0.0,
-            metavar="<float>",
+            metavar="FLOAT",
             help="Relative difference allowed between losses that cannot match bit for bit.",
             rich_help_panel=_MEASUREMENT,
         ),
@@ -100,7 +102,7 @@ def bench(
         float,
         typer.Option(
             min=0.0,
-            metavar="<float>",
+            metavar="FLOAT",
             help="How long to sample each plan with NVML, in seconds; 0 disables it.",
             rich_help_panel=_MEASUREMENT,
         ),
@@ -126,6 +128,7 @@ def bench(
 
     A workload of your own is a function in a module of yours:
 
+    \b
         def make_work():
             model = MyModel()
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -41,7 +41,7 @@ class Then(StrEnum):
 
 
 def _count(help_text: str, minimum: int) -> Any:
-    return typer.Option(min=minimum, metavar="<int>", help=help_text, rich_help_panel=_WINDOWS)
+    return typer.Option(min=minimum, metavar="INTEGER", help=help_text, rich_help_panel=_WINDOWS)
 
 
 def diagnose(
@@ -49,7 +49,7 @@ def diagnose(
     program: Annotated[
         list[str],
         typer.Argument(
-            metavar="PROGRAM ARGS…",
+            metavar="PROGRAM [ARGS]...",
             help="The script to run (with -m: the module), then its own arguments; or traces of "
             "torch.profiler (.json, .json.gz), or folders of them; with --compare, two results.",
             show_default=False,
@@ -105,11 +105,12 @@ def diagnose(
         typer.Option(help="Also write an HTML report to this file.", rich_help_panel=_OUTPUT),
     ] = None,
 ) -> None:
-    """Run a training script unchanged and say what its GPU waits for, line by line.
+    """Say what a training script's GPU waits for, line by line.
 
-    A step is one round of the script's optimizer steps and graph replays. The
-    script runs through a warm-up and three windows: clean, profiled, lines.
-    A trace of torch.profiler is read instead: its steps are those it names.
+    The script runs unchanged, through a warm-up and three windows: clean,
+    profiled, lines. A step is one round of its optimizer steps and graph
+    replays. A trace of torch.profiler is read instead: its steps are those
+    it names.
 
     The exit code is the script's own, 0 if diagnose ended it, or 3 if a limit of
     --fail-on is exceeded or could not be measured.

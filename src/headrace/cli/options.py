@@ -19,14 +19,17 @@ Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
 ]
 Run = Annotated[
-    Path, typer.Argument(help="Run folder that `headrace train` created.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Run folder that `headrace train` created.", show_default=False
+    ),
 ]
 Weights = Annotated[str, typer.Option(help="best, last, averaged, or a .safetensors file.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
 Beam = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1000, metavar="<int>", help="Beam size.", show_default="the run's --beam"
+        min=1, max=1000, metavar="INTEGER", help="Beam size.", show_default="the run's --beam"
     ),
 ]
 Data = Annotated[
@@ -64,14 +67,14 @@ WorkOptions = Annotated[
 Program = Annotated[
     list[str],
     typer.Argument(
-        metavar="PROGRAM ARGS…",
+        metavar="PROGRAM [ARGS]...",
         help="The script to run (with -m: the module), then its own arguments.",
         show_default=False,
     ),
 ]
 AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")]
 #: For commands that run a program: what follows its name belongs to the program.
-PROGRAM_SETTINGS = {
+PROGRAM_SETTINGS: dict[str, Any] = {
     "allow_interspersed_args": False,
     "ignore_unknown_options": False,
     "help_option_names": ["-h", "--help"],

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import headrace
 from headrace.child_processes import end_workers_with_this
@@ -31,42 +31,34 @@ from headrace.cli import (
     translate,
     tune,
 )
+from headrace.cli.help import HelpfulCommand, HelpfulGroup
 from headrace.errors import HeadraceError
 
-_ABOUT = "Keep the GPU busy while PyTorch trains, and measure that it is."
+_ABOUT = (headrace.__doc__ or "").partition("\n")[0]
 _EXAMPLE = """\
 Examples:
-$ headrace doctor                # check this machine
-$ headrace train --preset tiny   # train a translation model
+$ headrace diagnose train.py     # what does the GPU wait for?
 $ headrace bench --work resnet   # compare plans
 $ headrace races train.py        # find stream races, without a GPU
+$ headrace doctor                # check this machine
 
 Run headrace COMMAND --help for the options of a command.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
 diagnose and races end with the exit code of the script that they run.
 """
-
-
-class _Program(TyperGroup):
-    """Prints "interrupted" on Ctrl-C. Typer alone would print nothing."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(130) from None
+_TRANSLATOR = "Translator (a complete trainer, built on Headrace)"
 
 
 app = typer.Typer(
     name="headrace",
-    cls=_Program,
+    cls=HelpfulGroup,
     help=_ABOUT,
     epilog=_EXAMPLE,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -112,16 +104,27 @@ def _options(
     """The options of the program itself."""
 
 
+def _add(
+    command: Callable[..., None],
+    epilog: str,
+    panel: str = "Commands",
+    settings: dict[str, Any] | None = None,
+) -> None:
+    app.command(
+        cls=HelpfulCommand, epilog=epilog, rich_help_panel=panel, context_settings=settings
+    )(command)
+
+
 # In the order of `headrace --help`.
-app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
-app.command(epilog=plan.EXAMPLE)(plan.plan)
-app.command(epilog=train.EXAMPLE)(train.train)
-app.command(epilog=evaluate.EXAMPLE)(evaluate.evaluate)
-app.command(epilog=translate.EXAMPLE)(translate.translate)
-app.command(epilog=export.EXAMPLE)(export.export)
-app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
-app.command(epilog=bench.EXAMPLE)(bench.bench)
-app.command(epilog=tune.EXAMPLE)(tune.tune)
-app.command(epilog=diagnose.EXAMPLE, context_settings=options.PROGRAM_SETTINGS)(diagnose.diagnose)
-app.command(epilog=report.EXAMPLE)(report.report)
-app.command(epilog=races.EXAMPLE, context_settings=options.PROGRAM_SETTINGS)(races.races)
+_add(diagnose.diagnose, diagnose.EXAMPLE, settings=options.PROGRAM_SETTINGS)
+_add(bench.bench, bench.EXAMPLE)
+_add(tune.tune, tune.EXAMPLE)
+_add(races.races, races.EXAMPLE, settings=options.PROGRAM_SETTINGS)
+_add(report.report, report.EXAMPLE)
+_add(plan.plan, plan.EXAMPLE)
+_add(doctor.doctor, doctor.EXAMPLE)
+_add(train.train, train.EXAMPLE, _TRANSLATOR)
+_add(evaluate.evaluate, evaluate.EXAMPLE, _TRANSLATOR)
+_add(translate.translate, translate.EXAMPLE, _TRANSLATOR)
+_add(export.export, export.EXAMPLE, _TRANSLATOR)
+_add(prepare.prepare, prepare.EXAMPLE, _TRANSLATOR)
