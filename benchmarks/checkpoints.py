@@ -3,7 +3,7 @@
     python benchmarks/checkpoints.py [--out results.json]
 
 A Transformer base trains under `graph`, in turns that are as long as writing a checkpoint takes.
-Every other turn saves a checkpoint. How much longer it takes than its neighbours is the whole cost:
+Every other turn saves a checkpoint. How much longer it takes than its neighbors is the whole cost:
 the pause of the loop, memory traffic and the CPU time of writing.
 """
 

@@ -71,7 +71,7 @@ def compare(work: Work, device: Device, precision: str, steps: int, repeats: int
     limits = rows["resident"]["all"]
     for name, way in planned.items():
         waits, row = way.result.waits, rows[name]
-        # Each repeat is compared with its resident neighbour: the CPU's speed drifts.
+        # Each repeat is compared with its resident neighbor: the CPU's speed drifts.
         over = [ms / limit - 1 for ms, limit in zip(row["all"], limits, strict=True)]
         row["over resident %"] = round(statistics.median(over) * 100, 2)
         row["waits a step"] = round(waits.device_waits() / steps, 3)

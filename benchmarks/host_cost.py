@@ -182,7 +182,7 @@ def pinned(work: Work, device: Device) -> list[Any]:
 def timed(
     work: Work, device: Device, engines: dict[str, Engine], batches: list[Any], options: Any
 ) -> dict[str, dict[str, Any]]:
-    """Microseconds per step that each engine takes more than its plain neighbours."""
+    """Microseconds per step that each engine takes more than its plain neighbors."""
     rows: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
         ways = {

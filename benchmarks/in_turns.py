@@ -9,7 +9,7 @@ calls   what single calls cost the host on this machine: a launch, an event, a c
         bound by launching pays for each
 plain   `pipeline` against the plain script, for works of benchmarks/works and a small WGAN-GP with
         a step of its own. Each turn of the engine lies between two of the plain script. "more %" is
-        the median over rounds of what the engine's step takes more than its neighbours', "noise %"
+        the median over rounds of what the engine's step takes more than its neighbors', "noise %"
         the same for the plain script's second turn against its first. A pass is timed apart, as
         `bench` does: "pass ms"
 graph   `graph` and `max` against the graph that they have captured, replayed by hand, Transformer

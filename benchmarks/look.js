@@ -32,22 +32,22 @@
   // WCAG contrast of every piece of text against what lies behind it.
   contrast() {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    const parse = (colour) => {
+    const parse = (color) => {
       canvas.clearRect(0, 0, 1, 1);
-      canvas.fillStyle = colour;
+      canvas.fillStyle = color;
       canvas.fillRect(0, 0, 1, 1);
       return [...canvas.getImageData(0, 0, 1, 1).data];
     };
     const weights = [0.2126, 0.7152, 0.0722];
-    const light = (colour) =>
+    const light = (color) =>
       weights
-        .map((weight, index) => [weight, colour[index] / 255])
+        .map((weight, index) => [weight, color[index] / 255])
         .map(([weight, v]) => weight * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
         .reduce((sum, part) => sum + part, 0);
     const behind = (node) => {
       for (; node; node = node.parentElement) {
-        const colour = parse(getComputedStyle(node).backgroundColor);
-        if (colour[3] > 250) return colour;
+        const color = parse(getComputedStyle(node).backgroundColor);
+        if (color[3] > 250) return color;
       }
       return [255, 255, 255, 255];
     };

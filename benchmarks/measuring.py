@@ -26,7 +26,7 @@ def interleaved_ms(
 ) -> dict[str, dict[str, Any]]:
     """Milliseconds per step of each way to train: all run in turns, `repeats` times.
 
-    A way is a function of the number of steps. The device is synchronised before each reading of
+    A way is a function of the number of steps. The device is synchronized before each reading of
     the clock, so that the time includes all queued work. "cpu" is the CPU time of this process'
     threads per step, in milliseconds.
     """

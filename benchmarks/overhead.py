@@ -127,7 +127,7 @@ def through_the_engine(work: Work, device: Device) -> Callable[[int], object]:
 
 
 def difference(found: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Milliseconds per step by which the engine is slower than its neighbours by hand, and by which
+    """Milliseconds per step by which the engine is slower than its neighbors by hand, and by which
     these differ from each other: medians over repeats."""
     turns = zip(*(found[way][kind] for way in ("by hand", "engine", "by hand again")), strict=True)
     more, noise = zip(*((b - (a + c) / 2, c - a) for a, b, c in turns), strict=True)

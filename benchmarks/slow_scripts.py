@@ -73,7 +73,7 @@ class Parts:
         return logits
 
 
-# --- synchronisation ------------------------------------------------------------------------------
+# --- synchronization ------------------------------------------------------------------------------
 
 
 def item(parts: Parts, mended: bool) -> Callable[[Any], None]:
@@ -264,13 +264,13 @@ class Vectors(Dataset[Any]):
 #: What makes batches: ready ones in pinned memory, a loader that decodes, or large images.
 LOADED, SLOW_LOADER, IMAGES = "ready", "decodes", "images"
 CASES = {
-    "item": Case("synchronisation", "line", item, LOADED),
-    "printing": Case("synchronisation", "line", printing, LOADED),
-    "nan_check": Case("synchronisation", "line", nan_check, LOADED),
-    "mask": Case("synchronisation", "line", mask, LOADED),
-    "clipping": Case("synchronisation", "line", clipping, LOADED),
-    "timing": Case("synchronisation", "line", timing, LOADED),
-    "metrics": Case("synchronisation", "line", metrics, LOADED),
+    "item": Case("synchronization", "line", item, LOADED),
+    "printing": Case("synchronization", "line", printing, LOADED),
+    "nan_check": Case("synchronization", "line", nan_check, LOADED),
+    "mask": Case("synchronization", "line", mask, LOADED),
+    "clipping": Case("synchronization", "line", clipping, LOADED),
+    "timing": Case("synchronization", "line", timing, LOADED),
+    "metrics": Case("synchronization", "line", metrics, LOADED),
     "pageable": Case("transfer", "with the plan pipeline", pageable, IMAGES),
     "slow_loader": Case("input", "with a loader that is always ready", plain, SLOW_LOADER),
     "logging": Case("host", "without Python between launches", logging, LOADED),

@@ -3,7 +3,7 @@
     python benchmarks/wait_forms.py --out result.json
 
 The table is the tests' own (`tests/support/diagnosis/wait_forms.py`): each form alone and nested,
-in functions, decorators, threads, generators, hooks and so on. "in trace" counts the synchronising
+in functions, decorators, threads, generators, hooks and so on. "in trace" counts the synchronizing
 calls of the driver that PyTorch's profiler saw. A form that waits more often than was found would
 show here, and one that was counted twice.
 """
@@ -65,7 +65,7 @@ def run(case: Case, module: Any, inputs: Inputs, device: Any) -> dict[str, Any]:
         and "Synchronize" in event.get("name", "")
     )
     calls["cudaDeviceSynchronize"] -= 1  # the profiler's own, at its end
-    synchronising = sum(calls.values())
+    synchronizing = sum(calls.values())
     lines = sorted({wait.line.line if wait.line else 0 for wait in waits})
     forms = sorted({wait.form.name for wait in waits})
     problem = []
@@ -76,18 +76,18 @@ def run(case: Case, module: Any, inputs: Inputs, device: Any) -> dict[str, Any]:
     if case.form not in forms:
         problem.append("another form")
     by_thrust = "dim=" in case.code or "coalesce" in case.code  # it waits several times
-    if synchronising > len(waits) and not by_thrust:
+    if synchronizing > len(waits) and not by_thrust:
         problem.append("fewer waits than calls")
-    # A copy that is not awaited has no synchronising call; nor need freeing the cache have one.
+    # A copy that is not awaited has no synchronizing call; nor need freeing the cache have one.
     may_not_wait = "non_blocking=True" in case.code or case.form in ("empty_cache", "scatter")
-    if len(waits) > synchronising and not may_not_wait:
+    if len(waits) > synchronizing and not may_not_wait:
         problem.append("more waits than calls")
     return {
         "found": len(waits),
         "lines": lines,
         "expected line": case.line,
         "form": forms,
-        "in trace": synchronising,
+        "in trace": synchronizing,
         "problem": problem,
     }
 

@@ -84,9 +84,9 @@ def main() -> None:
         read_graphs("2026-11-15-h200-graphs.json", "30x60-bf16"),
     )
     fast.set_xlabel("milliseconds per training step")
-    colours = {"GPU busy": BUSY, "GPU idle": IDLE}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    figure.legend(handles, list(colours), ncols=2, frameon=False, loc="upper right")
+    colors = {"GPU busy": BUSY, "GPU idle": IDLE}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    figure.legend(handles, list(colors), ncols=2, frameon=False, loc="upper right")
     figure.suptitle(
         "Transformer base, 30 sentences × 60 tokens, bf16, on one H200",
         x=0.01,

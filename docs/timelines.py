@@ -74,7 +74,7 @@ def run(plan: str) -> Timeline:
     )
 
 
-def colour(span: Span) -> str:
+def color(span: Span) -> str:
     if span.kind == "wait":
         return COLOURS["wait"]
     return COLOURS["copy"] if span.kind == "copy" else COLOURS[span.name]
@@ -89,7 +89,7 @@ def draw(plan: str, timeline: Timeline) -> None:
             axes.broken_barh(
                 [(span.start_ms, span.duration_ms)],
                 (row - 0.4, 0.8),
-                facecolors=colour(span),
+                facecolors=color(span),
                 edgecolor="white",
                 linewidth=0.5,
             )

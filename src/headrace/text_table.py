@@ -24,7 +24,7 @@ def text_table(
     """Format `rows` under `columns` as plain text, as wide as its content.
 
     Columns of numbers, and those named in `right`, are right-aligned. `dense` puts one space less
-    between columns. The text has no colours or control codes, so it looks the same in a terminal, a
+    between columns. The text has no colors or control codes, so it looks the same in a terminal, a
     log and a file.
     """
     # Imported here because rich takes 50 ms to import.

@@ -301,7 +301,7 @@ class TestScores:
     def test_weights_are_a_hundred(self) -> None:
         assert sum(WEIGHTS.values()) == 100
         assert set(JUDGEMENTS) == set(PRESETS)
-        assert all(judgement.why for judgement in JUDGEMENTS.values())
+        assert all(judgment.why for judgment in JUDGEMENTS.values())
 
     def test_memory_is_measured(self) -> None:
         base = row("baseline", 40, memory=100)

@@ -24,8 +24,8 @@ def worst(found: Breakdown) -> str:
 @pytest.mark.parametrize(
     ("loop", "cause"),
     [
-        (replace(PLAIN, reads=1, kernel=20 * US), "synchronisation"),
-        (replace(PLAIN, reads=3, launch=30 * US, kernel=50 * US), "synchronisation"),
+        (replace(PLAIN, reads=1, kernel=20 * US), "synchronization"),
+        (replace(PLAIN, reads=3, launch=30 * US, kernel=50 * US), "synchronization"),
         (replace(PLAIN, load=9 * MS), "input"),
         (replace(PLAIN, load=9 * MS, reads=1), "input"),
         (replace(PLAIN, kernel=5 * US, launch=30 * US), "launch"),
@@ -55,7 +55,7 @@ def test_each_wait_has_the_idle_time_that_it_exposed() -> None:
     # The first of the two blocks; the last step's wait has nothing after it.
     assert all(exposed[0:-2:2])
     assert not any(exposed[1::2])
-    assert sum(exposed) == found.ns["synchronisation"]
+    assert sum(exposed) == found.ns["synchronization"]
 
 
 def test_work_that_was_launched_in_time_but_started_late_is_unattributed() -> None:
@@ -78,8 +78,8 @@ def test_a_wait_is_charged_until_the_host_has_its_lead_again() -> None:
         machine.wait()
         machine.step()
     found = breakdown(machine.trace())
-    assert worst(found) == "synchronisation"
-    assert found.ns["launch"] < 0.1 * found.ns["synchronisation"]
+    assert worst(found) == "synchronization"
+    assert found.ns["launch"] < 0.1 * found.ns["synchronization"]
 
 
 def test_the_device_keeps_its_time_and_the_host_is_scaled() -> None:

@@ -34,7 +34,7 @@ def line(number: int, text: str, waits: float = 1.0, idle_ms: float | None = 0.5
 BEFORE = DiagnosisResult(
     step_ms=10.0,
     noise_ms=0.1,
-    parts=TimeParts(computing=8.0, synchronisation=1.0, launch=1.0),
+    parts=TimeParts(computing=8.0, synchronization=1.0, launch=1.0),
     waits_per_step=2.0,
     lines=(line(20, "loss.item()"), line(30, "print(norm)")),
     environment=Environment(device_name="H200", torch="2.11"),
@@ -42,7 +42,7 @@ BEFORE = DiagnosisResult(
 AFTER = replace(
     BEFORE,
     step_ms=12.0,
-    parts=TimeParts(computing=8.0, synchronisation=1.0, launch=1.2, input=1.8),
+    parts=TimeParts(computing=8.0, synchronization=1.0, launch=1.2, input=1.8),
     waits_per_step=3.0,
     lines=(line(22, "loss.item()"), line(31, "acc.item()", 2.0, 0.3)),
 )

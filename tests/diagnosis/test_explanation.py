@@ -98,7 +98,7 @@ def test_steps_with_another_number_of_waits_are_not_joined() -> None:
     assert "no times for the lines" in " ".join(result.missing)
 
 
-def test_a_copy_to_the_host_and_a_synchronisation_after_it_are_two_waits() -> None:
+def test_a_copy_to_the_host_and_a_synchronization_after_it_are_two_waits() -> None:
     observed = seen(Loop(), [[wait(41, "cpu"), wait(42, "device synchronize")]] * 3)
     assert observed.measured.trace is not None
     added = []
@@ -188,7 +188,7 @@ def test_the_screen_and_the_page_show_it() -> None:
     page = diagnosis_page(read, "diagnosis.json")
     # On the timeline: the wait, and the idle time that it caused.
     assert "/home/ada/train.py:42 line 42" in page
-    assert "synchronisation: /home/ada/train.py:42 line 42" in page
+    assert "synchronization: /home/ada/train.py:42 line 42" in page
     assert "<code>headrace.DeferredScalars</code>" in page
     assert "Where the time goes" in page
     assert "blocked ms" in page

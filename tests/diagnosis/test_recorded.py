@@ -48,7 +48,7 @@ def diagnosed(tmp_path: Path, *events: list[Event]) -> DiagnosisResult:
     [
         (LAUNCH_BOUND, "launch"),
         (SLOW_LOADER, "input"),
-        (LOGGING, "synchronisation"),
+        (LOGGING, "synchronization"),
         (TOKENISING, "host"),
         (PAGEABLE, "transfer"),
         (BUSY, None),

@@ -39,9 +39,9 @@ def recorded(name: str) -> StepTrace:
 @pytest.mark.parametrize(
     ("name", "step_ms", "cause", "change", "speedup"),
     [
-        ("item", 8.33, "synchronisation", NO_WAITS, 1.069),
-        ("clipping", 8.38, "synchronisation", NO_WAITS, 1.071),
-        ("metrics", 8.66, "synchronisation", NO_WAITS, 1.129),
+        ("item", 8.33, "synchronization", NO_WAITS, 1.069),
+        ("clipping", 8.38, "synchronization", NO_WAITS, 1.071),
+        ("metrics", 8.66, "synchronization", NO_WAITS, 1.129),
         ("pageable", 11.55, "transfer", PIPELINE, 1.521),
         ("slow_loader", 171.9, "input", INSTANT_LOADER, 17.33),
         ("tokenising", 13.35, "host", NO_PYTHON, 1.677),

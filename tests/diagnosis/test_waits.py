@@ -266,20 +266,20 @@ def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
     waits: list[Wait] = []
     before = list(warnings.filters)
 
-    def synchronise() -> None:
+    def synchronize() -> None:
         warnings.warn("called a synchronizing CUDA operation (at Copy.cpp)", stacklevel=1)
 
     with watch_waits(open_device("cpu"), waits.append):
-        synchronise()
+        synchronize()
         warnings.filterwarnings("ignore", message="nothing of ours")
         warnings.simplefilter("ignore")
-        synchronise()
+        synchronize()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            synchronise()
+            synchronize()
             warnings.warn("the script's own", stacklevel=1)
     assert [str(one.message) for one in caught] == ["the script's own"]
-    assert [wait.line.function for wait in waits if wait.line] == ["synchronise"] * 3
+    assert [wait.line.function for wait in waits if wait.line] == ["synchronize"] * 3
     # What the script has set stays; what we have set is gone.
     assert [one for one in warnings.filters if one not in before] != []
     assert not any("synchronizing" in str(one[1]) for one in warnings.filters)

@@ -67,7 +67,7 @@ def seen_without_cupti(trace: StepTrace) -> tuple[HostSteps, dict[Key, float]]:
 LOOPS = {
     "computing": Loop(),
     "launch": Loop(kernel=4 * US, kernels=200),
-    "synchronisation": Loop(kernel=40 * US, kernels=6, reads=1),
+    "synchronization": Loop(kernel=40 * US, kernels=6, reads=1),
     "input": Loop(load=6 * MS),
     "host": Loop(logging=5 * MS),
     "transfer": Loop(copy=2 * MS, pageable=True),

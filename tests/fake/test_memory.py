@@ -240,7 +240,7 @@ class TestMemory:
             assert record is not None
             for row in range(3000):
                 looked_at += len(record.entries.near(Layout.of(table[row])))
-        assert looked_at < 5 * 3000  # each row has neighbours, not the whole table
+        assert looked_at < 5 * 3000  # each row has neighbors, not the whole table
 
     def test_two_fake_devices_of_one_number_are_two(self) -> None:
         with FakeDevice() as device:

@@ -174,7 +174,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     assert file.getvalue() == "reading 1/2\n"
 
 
-def test_no_color_leaves_out_the_colours() -> None:
+def test_no_color_leaves_out_the_colors() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, _environ={"NO_COLOR": "1"})
     with StatusLine(console=console) as line:
@@ -184,7 +184,7 @@ def test_no_color_leaves_out_the_colours() -> None:
     assert file.getvalue().count("━") == 20  # of 40: what is left is blank
 
 
-def test_a_pipe_is_no_terminal_even_if_colours_are_forced(
+def test_a_pipe_is_no_terminal_even_if_colors_are_forced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

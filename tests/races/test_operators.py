@@ -72,7 +72,7 @@ def waits_of_pytorch(case: Case) -> bool:
 
 
 def waits_in_trace(case: Case) -> list[str]:
-    """The synchronising calls of the driver, also those of thrust, which PyTorch does not know of.
+    """The synchronizing calls of the driver, also those of thrust, which PyTorch does not know of.
     Calls for the whole device are the profiler's own."""
     inputs = inputs_on_cuda()
     with chrome_trace() as content:

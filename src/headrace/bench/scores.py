@@ -1,4 +1,4 @@
-"""Scores plans: turns what was measured, and the judgements on each preset, into points."""
+"""Scores plans: turns what was measured, and the judgments on each preset, into points."""
 
 from __future__ import annotations
 

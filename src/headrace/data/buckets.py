@@ -193,7 +193,7 @@ class _Line:
     Let e[1] < e[2] < ... be the lengths, and c[j] the number of samples no longer than e[j]. Then k
     buckets for those samples cost best[j] tokens, the minimum over i < j of
     best[i] with k - 1 buckets + e[j] * (c[j] - c[i]). The best i never falls as j grows, so each is
-    searched for between those of its neighbours: O(n log n) for each bucket.
+    searched for between those of its neighbors: O(n log n) for each bucket.
     """
 
     def __init__(self, lengths: IntArray) -> None:
@@ -305,7 +305,7 @@ def _grow(search: _Line | _Grid, limit: int, enough: float = 0) -> None:
 
 def _ticks(lengths: IntArray, limit: int) -> IntArray:
     """At most `limit` of the distinct lengths: all of them, or a choice with about the same number
-    of tokens between neighbours."""
+    of tokens between neighbors."""
     values, counts = np.unique(lengths, return_counts=True)
     upto = np.cumsum(values * counts)
     at = np.searchsorted(upto, upto[-1] / limit * np.arange(1, limit))

@@ -20,7 +20,7 @@ Cause = Literal[
     "computing",
     "input",
     "transfer",
-    "synchronisation",
+    "synchronization",
     "launch",
     "host",
     "other ranks",

@@ -22,7 +22,7 @@ _FILLS = {
     "computing": "█",
     "input": "i",
     "transfer": "t",
-    "synchronisation": "s",
+    "synchronization": "s",
     "launch": "l",
     "host": "h",
     "other_ranks": "r",

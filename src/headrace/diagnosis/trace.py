@@ -297,13 +297,13 @@ def _end_ns(event: Mapping[str, Any]) -> int:
 
 # --- what the host did ----------------------------------------------------------------------------
 
-HostCause = Literal["input", "synchronisation", "transfer", "host", "launch"]
+HostCause = Literal["input", "synchronization", "transfer", "host", "launch"]
 
 _CAUSES: dict[CallKind, HostCause] = {
     "launch": "launch",
-    "wait": "synchronisation",
+    "wait": "synchronization",
     "copy": "transfer",
-    "memory": "synchronisation",
+    "memory": "synchronization",
 }
 #: Python between two calls counts as launching unless it takes longer than this, and than five
 #: times the median. PyTorch's own code takes longer: in modules it is mixed with the script's; what

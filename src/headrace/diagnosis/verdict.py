@@ -15,7 +15,7 @@ _FLAGS = {"warmup": "warmup", "clean": "steps", "profiled": "profiled", "lines":
 _WAITS_FOR = {
     "input": "for the data loader",
     "transfer": "for copies between host and device",
-    "synchronisation": "because the host waited for it and then had to launch anew",
+    "synchronization": "because the host waited for it and then had to launch anew",
     "launch": "because the host cannot launch kernels fast enough",
     "host": "for Python between the launches",
     "other_ranks": "for other ranks",

@@ -1,7 +1,7 @@
 """Which call made the host wait, by the user's own line.
 
-On CUDA, PyTorch says itself when an operation synchronises (`set_sync_debug_mode`), in whichever
-thread; the frames are walked at that moment. It is silent about explicit synchronisation, about
+On CUDA, PyTorch says itself when an operation synchronizes (`set_sync_debug_mode`), in whichever
+thread; the frames are walked at that moment. It is silent about explicit synchronization, about
 asynchronous copies from memory that is not pinned, and about code of Thrust's, so those calls are
 replaced by ones that report it. The fake device reports its hidden waits itself.
 """

@@ -51,7 +51,7 @@ def silent_console() -> Console:
 
 
 class Display:
-    """Prints each line below the last one, without colours."""
+    """Prints each line below the last one, without colors."""
 
     is_live = False
 

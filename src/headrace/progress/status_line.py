@@ -23,7 +23,7 @@ class StatusLine:
             line.status("encode train", 2_000, 29_000)
             line.message("29,000 pairs")
 
-    On a terminal the line has colours and a bar and is redrawn, at most five times a second.
+    On a terminal the line has colors and a bar and is redrawn, at most five times a second.
     Elsewhere each line is printed below the last one, and a count at most every `every_s`
     seconds. With `quiet` only warnings and `final` lines are shown.
 

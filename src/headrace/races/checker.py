@@ -33,7 +33,7 @@ Clock = dict[int, int]
 
 # PyTorch's allocator serves requests up to 1 MiB and larger ones from separate pools: memory freed
 # in one pool is never handed out in the other. Within a pool it splits free blocks and merges
-# neighbours, so a freed block can become part of a request of any size.
+# neighbors, so a freed block can become part of a request of any size.
 _SMALL_POOL_BYTES = 1 << 20
 # How far one host thread may be behind another on the same stream and still know its clock.
 _HISTORY = 4096

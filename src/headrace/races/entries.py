@@ -29,7 +29,7 @@ class Entry:
 
 class Entries:
     """The entries of a storage, in cells of bytes: a loop over the rows of a large tensor compares
-    each row with its neighbours only.
+    each row with its neighbors only.
 
     An entry of up to 2^n bytes is kept in the cells of 2^n bytes that it touches, at most two. Most
     storages never have more than `_MAX_LISTED` entries; those stay in a plain list.

@@ -14,7 +14,7 @@ import torch
 
 from headrace.races.operators import Operation
 
-# Beyond this many row numbers, or runs of neighbouring rows, the whole tensor counts as touched.
+# Beyond this many row numbers, or runs of neighboring rows, the whole tensor counts as touched.
 _MAX_NUMBERS = 4096
 _MAX_RUNS = 64
 # Operators with arguments (tensor, dim, index, …), of which they touch the named rows only. Those

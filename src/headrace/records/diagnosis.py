@@ -30,7 +30,7 @@ class TimeParts:
     computing: float = 0.0
     input: float = 0.0
     transfer: float = 0.0
-    synchronisation: float = 0.0
+    synchronization: float = 0.0
     launch: float = 0.0
     host: float = 0.0
     other_ranks: float = 0.0

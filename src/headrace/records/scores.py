@@ -27,7 +27,7 @@ class Judgement:
     why: str
 
 
-#: One judgement for each preset; another plan has that of the preset that it resembles.
+#: One judgment for each preset; another plan has that of the preset that it resembles.
 JUDGEMENTS: dict[str, Judgement] = {
     "baseline": Judgement(10, 10, 10, 10, "the loop that everybody knows: nothing to change"),
     "interval": Judgement(9, 9, 9, 9, "one argument; losses arrive ten at a time"),

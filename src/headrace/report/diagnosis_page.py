@@ -24,7 +24,7 @@ from headrace.source_lines import short_path
 _LOOKS = {
     "computing": "compute",
     "transfer": "copy",
-    "synchronisation": "wait",
+    "synchronization": "wait",
     "host": "host",
     "input": "reason-3",
     "launch": "reason-5",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from headrace.report.page import shown_text
 from headrace.report.thinning import Point, envelope
 
-#: Colours and dashes in style.css.
+#: Colors and dashes in style.css.
 _LOOKS = 10
 _MAX_POINTS = 4_000  # of all lines of a chart
 _MAX_POINTS_SMALL = 400

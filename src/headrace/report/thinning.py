@@ -42,7 +42,7 @@ def evenly_spaced(count: int, limit: int) -> list[int]:
 def fewer_spans(spans: Sequence[Span], limit: int) -> list[Span]:
     """At most `limit` spans, if each lane and kind may keep one.
 
-    Short neighbours of one lane and kind are merged into a span as long as their sum, so each lane
+    Short neighbors of one lane and kind are merged into a span as long as their sum, so each lane
     is busy as long as before."""
     kept = list(spans)
     shorter_than_ns = 1_000

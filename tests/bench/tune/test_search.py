@@ -327,7 +327,7 @@ class TestSpace:
         assert (one.presets, one.workers) == (("pipeline",), (0, 1))
 
     @pytest.mark.parametrize("name", PRESETS)
-    def test_every_neighbour_is_a_valid_plan_and_new(self, name: str) -> None:
+    def test_every_neighbor_is_a_valid_plan_and_new(self, name: str) -> None:
         space = Space(tuple(PRESETS), workers=(0, 4))
         best = Candidate(name, Plan.preset(name))
         for stage in space.stages():

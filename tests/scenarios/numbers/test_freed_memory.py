@@ -248,22 +248,22 @@ def test_a_compiled_model_that_records_graphs_beside_an_engine() -> None:
     """`reduce-overhead` frees cuBLAS's workspaces and unmaps unused memory at each recording."""
     batches = list(torch.randn(12, 8, 1024, generator=torch.Generator().manual_seed(0)))
     found = []
-    for has_neighbour in (False, True):
+    for has_neighbor in (False, True):
         torch.compiler.reset()
         torch.manual_seed(0)
         model, other = dense().cuda(), nn.Linear(1024, 512).cuda()
         engine = hr.Engine(
             model, torch.optim.AdamW(model.parameters(), fused=True), loss_of, plan="graph"
         )
-        neighbour = torch.optim.AdamW(other.parameters(), fused=True)
+        neighbor = torch.optim.AdamW(other.parameters(), fused=True)
         compiled: Any = torch.compile(other, mode="reduce-overhead")
         losses = []
         for _ in range(3):
             losses += engine.epoch(batches).losses
-            for batch in batches if has_neighbour else ():
+            for batch in batches if has_neighbor else ():
                 loss_of(compiled, batch.cuda()).backward()
-                neighbour.step()
-                neighbour.zero_grad()
+                neighbor.step()
+                neighbor.zero_grad()
         assert engine.graphs is not None
         assert engine.graphs.replays > 24
         found.append(losses)

@@ -28,7 +28,7 @@ def pinned(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "accumulate": 3, "ema_decay": 0.9}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_implicit_synchronisation(cuda: Device, precision: str, options: Any) -> None:
+def test_no_implicit_synchronization(cuda: Device, precision: str, options: Any) -> None:
     engine = make_engine(cuda, "pipeline", precision=precision, **options)
     engine.epoch(pinned(3))
     torch.cuda.set_sync_debug_mode("error")

@@ -230,7 +230,7 @@ def watched(
 
 def is_a_bound(line: Site, calls: set[str]) -> bool:
     """Host waits that bound or slow the host but order nothing that anyone reads: the run-ahead
-    window, copies far behind, the plan's synchronisations, blocking copies. Tests of their own
+    window, copies far behind, the plan's synchronizations, blocking copies. Tests of their own
     count them."""
     file = Path(line.file).name
     if file == "prefetcher.py" and calls == {"wait"}:

@@ -408,7 +408,7 @@ _add(
 + d.record_stream(x, S)
   del x
   l = on(3)  # SECOND
-== a larger request, of merged neighbours
+== a larger request, of merged neighbors
   with d.use(S): k = x * 2  # FIRST
 + d.record_stream(x, S)
   del x

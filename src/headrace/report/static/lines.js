@@ -3,7 +3,7 @@
   const STRAND_PX = 14;
   const DASHES = { 1: [9, 3], 3: [3, 3], 5: [12, 3, 3, 3], 7: [6, 6], 9: [2, 4] };
   const root = getComputedStyle(document.documentElement); // live: follows the theme
-  const colour = (name) => root.getPropertyValue(`--${name}`).trim();
+  const color = (name) => root.getPropertyValue(`--${name}`).trim();
 
   // --- numbers as the tables write them -----------------------------------------------------------
   const rounded = (value, digits) =>
@@ -47,11 +47,11 @@
     const isX = side === 2;
     return {
       side,
-      stroke: () => colour("muted"),
+      stroke: () => color("muted"),
       font: `${small ? 11 : 12}px ${getComputedStyle(document.body).fontFamily}`,
-      grid: { show: !isX, stroke: () => colour("rule"), width: 1 },
+      grid: { show: !isX, stroke: () => color("rule"), width: 1 },
       ticks: { show: false },
-      border: { show: true, stroke: () => colour("rule"), width: 1 },
+      border: { show: true, stroke: () => color("rule"), width: 1 },
       gap: 4,
       size: isX ? 20 : (_, values) => 12 + 7 * Math.max(3, ...(values || []).map((text) => text.length)),
       space: isX ? (small ? 60 : 90) : small ? 17 : 45,
@@ -62,7 +62,7 @@
   }
 
   function series(line) {
-    const stroke = () => colour(`c${line.look}`);
+    const stroke = () => color(`c${line.look}`);
     const [, count] = line.strand || [0, 1];
     const dash = line.strand ? [STRAND_PX, STRAND_PX * (count - 1)] : DASHES[line.look];
     return {
@@ -73,7 +73,7 @@
       fill: line.area ? () => `${stroke()}38` : undefined,
       points: {
         show: line.dots || line.x.length === 1,
-        size: 7, width: 2, stroke, fill: () => colour("card"),
+        size: 7, width: 2, stroke, fill: () => color("card"),
       },
     };
   }
@@ -124,7 +124,7 @@
           y: false,
           drag: { x: true, y: false, setScale: false },
           dataIdx: (u, index, at) => nearest(u.data[index], at),
-          points: { size: 8, width: 2, stroke: (u, index) => colour(`c${lines[index - 1].look}`), fill: () => colour("card") },
+          points: { size: 8, width: 2, stroke: (u, index) => color(`c${lines[index - 1].look}`), fill: () => color("card") },
           bind: { dblclick: () => () => zoom(chart, ...whole) },
           ...(spec.sync && {
             sync: { key: spec.sync, scales: ["x", null], filters: { pub: (type) => /move|leave/.test(type) } },
