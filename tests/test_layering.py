@@ -92,7 +92,9 @@ def test_what_contributing_names_is_there() -> None:
 # Fields of PyTorch's and NumPy's objects.
 TENSOR_FIELDS = {"grad", "data", "state", "_warned_capturable_if_run_uncaptured"}
 GRAPH_PATH = ["capture/*.py", *(f"engine/{name}.py" for name in ("step", "group", "update"))]
-GRAPH_PATH += [f"engine/{name}.py" for name in ("step_graphs", "graphed_function", "halving")]
+GRAPH_PATH += [
+    f"engine/{name}.py" for name in ("step_graphs", "graphed_function", "halving", "ladder")
+]
 GRAPH_PATH += ["engine/graph_*.py", "engine/carry.py", "engine/build.py"]
 
 

@@ -429,30 +429,6 @@ class TestBetweenEpochs:
         assert capturing.memory().reserved == before
 
 
-class TestAuto:
-    def decided(self, launch_us: float) -> Engine:
-        with FakeDevice(costs=Costs(kernel_us=10, launch_us=launch_us)) as device:
-            engine = make_engine(device, Plan.preset("graph").replace(graphs="auto"))
-            assert len(engine.epoch(data(30)).losses) == 30
-        return engine
-
-    def test_graphs_are_used_if_launching_is_slow(self) -> None:
-        report = self.decided(launch_us=30).graphs
-        assert report is not None
-        assert report.why is None
-        assert report.decision is not None
-        assert report.decision.endswith("graphs are used")
-        assert report.replays > 20
-
-    def test_no_graphs_are_used_if_the_device_is_busy_anyway(self) -> None:
-        report = self.decided(launch_us=0.0).graphs
-        assert report is not None
-        assert report.decision is not None
-        assert report.decision.endswith("no graphs are used")
-        assert report.why == report.decision
-        assert (report.shapes, report.memory_bytes) == (0, 0)
-
-
 def test_a_cpu_has_no_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     device = open_device("cpu")
     device._warned.clear()

@@ -14,6 +14,7 @@ from headrace.capture.cache import CapturedWork, GraphCache, signature
 from headrace.capture.capturable_optimizer import (
     CapturableOptimizer,
     can_be_fused,
+    rounding_when_captured,
     scales_on_device,
 )
 from headrace.capture.comparison import same_entries
@@ -29,6 +30,7 @@ from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.state import StepState, unique
 from headrace.capture.trace import StepTracer, Storage, storages
+from headrace.capture.turns import Turns
 from headrace.capture.user_compiled import describe_own_graphs, recurrent_obstacle
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "StepState",
     "StepTracer",
     "Storage",
+    "Turns",
     "can_be_fused",
     "describe_failure",
     "describe_own_graphs",
@@ -57,6 +60,7 @@ __all__ = [
     "map_tensors",
     "parts_of",
     "recurrent_obstacle",
+    "rounding_when_captured",
     "same_entries",
     "scales_on_device",
     "signature",

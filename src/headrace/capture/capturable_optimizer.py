@@ -23,12 +23,7 @@ class CapturableOptimizer:
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         groups: list[dict[str, Any]] = optimizer.param_groups
-        self._rounds = any(
-            "capturable" in group
-            and not group.get("fused")
-            and not (group["capturable"] and isinstance(group["lr"], torch.Tensor))
-            for group in groups
-        )
+        self._rounds = _rounds_when_captured(optimizer)
         self._plain_groups = [g for g in groups if "capturable" in g and not g["capturable"]]
         for group in self._plain_groups:
             group["capturable"] = True
@@ -53,15 +48,10 @@ class CapturableOptimizer:
         """How results differ now from those of the optimizer as it was; None if they do not."""
         if not self._rounds:
             return None
-        remedy = (
-            "fused=True would make them equal"
-            if can_be_fused(self._optimizer)
-            else "made with capturable=True and lr as a tensor on the device, it computes the same "
-            "bits without graphs"
-        )
         return (
             f"{type(self._optimizer).__name__} was made capturable, with its learning rate on the "
-            f"device, and its results differ from the plain loop's in the last digits: {remedy}"
+            "device, and its results differ from the plain loop's in the last digits: "
+            f"{_remedy(self._optimizer)}"
         )
 
     @property
@@ -82,6 +72,34 @@ class CapturableOptimizer:
             group["capturable"] = False
         for state, name, value in self._counts:
             state[name] = value
+
+
+def rounding_when_captured(optimizer: torch.optim.Optimizer) -> str | None:
+    """How results would differ if the optimizer were captured; None if they would not."""
+    if not _rounds_when_captured(optimizer):
+        return None
+    return (
+        f"{type(optimizer).__name__} is not fused, and in a graph its results would differ in the "
+        f"last digits: {_remedy(optimizer)}"
+    )
+
+
+def _rounds_when_captured(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        "capturable" in group
+        and not group.get("fused")
+        and not (group["capturable"] and isinstance(group["lr"], torch.Tensor))
+        for group in optimizer.param_groups
+    )
+
+
+def _remedy(optimizer: torch.optim.Optimizer) -> str:
+    if can_be_fused(optimizer):
+        return "fused=True would make them equal"
+    return (
+        "made with capturable=True and lr as a tensor on the device, it computes the same bits "
+        "without graphs"
+    )
 
 
 def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:

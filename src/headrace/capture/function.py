@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from headrace.capture.cache import CapturedWork, GraphCache, signature
-from headrace.capture.capturable_optimizer import CapturableOptimizer
+from headrace.capture.capturable_optimizer import CapturableOptimizer, rounding_when_captured
 from headrace.capture.guards import MEMORY_MOVES, Guards
 from headrace.capture.key_changes import KeyChanges
 from headrace.capture.memory import StateBeforeCapture, StateMemory
@@ -154,7 +154,9 @@ class Work(Protocol[Call, Outcome, Result]):
 
 class CapturedFunction(Generic[Call, Outcome, Result]):
     """The graphs of one piece of work. `watch_first` and `watch_last` are the uses of a shape from
-    which on its calls are watched, `capture_after` how many run before its capture."""
+    which on its calls are watched, `capture_after` how many run before its capture. A `cautious`
+    function is captured only if the device has room for its graph beside eager calls, and if no
+    optimizer's last digits would differ; why it is not captured is no warning then."""
 
     def __init__(
         self,
@@ -167,8 +169,10 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         watch_last: int,
         capture_after: int,
         recheck: int,
+        cautious: bool = False,
     ) -> None:
         self._work, self._device, self._plan_name = work, device, plan_name
+        self._cautious = cautious
         self.graphs: GraphCache[Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=capture_after
         )
@@ -213,7 +217,13 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             return self._work.run(call)
         return self._run_watched(call, tree, key)
 
-    def report(self, decision: str | None = None, more_bytes: int = 0) -> GraphReport:
+    def run(self, call: Call) -> Result:
+        """Run a call eagerly, also if it has a graph."""
+        self.key = None
+        self._one_by_one += 1
+        return self._work.run(call)
+
+    def report(self, more_bytes: int = 0) -> GraphReport:
         rounding = (optimizer.rounding for optimizer in self._capturable)
         why = self.why or (None if len(self.graphs) else self._key_changes.why)
         return GraphReport(
@@ -224,11 +234,12 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             one_by_one=self._one_by_one,
             memory_bytes=self.graphs.memory_bytes + more_bytes,
             why=why,
-            decision=decision,
+            decision=None,
             rounding=join_reasons(self._watch.rounding, *rounding),
             seconds=self.graphs.seconds,
             rechecks=self._recheck.checks,
             differed=self._recheck.differed,
+            way="whole step" if len(self.graphs) else "eager",
         )
 
     @property
@@ -239,9 +250,19 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
     def look_for_obstacles(self) -> None:
         """Look again whether something prevents a capture."""
         state = self._work.find_state() if self.why is None else None
-        obstacle = None if state is None else self._work.obstacle(state)
+        obstacle = None if state is None else self._obstacle(state)
         if obstacle is not None:
             self.give_up(obstacle)
+
+    def answer_as_captured(self) -> None:
+        """Tell trials from the first one on that they are captured, as in the run that this one
+        continues."""
+        self._watch.answer_as_captured()
+
+    @property
+    def answers_as_captured(self) -> bool:
+        """Whether code has asked whether it is captured, and is told so."""
+        return self._watch.as_captured
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -374,10 +395,12 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         work, guards = self._work, self.guards
         assert guards is not None
         state = guards.state
-        if (obstacle := work.obstacle(state)) is not None:
+        if (obstacle := self._obstacle(state)) is not None:
             raise CaptureError(obstacle)
         if not work.ready():
             return None
+        if self._cautious and not len(self.graphs):
+            _require_room(self._device)
         with self._ready_for_capture(guards) as undo:
             before = StateBeforeCapture(state, guards.tensors())
             try:
@@ -402,6 +425,10 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         captured.hold([*self._known_tensors(), *self._watch.read_by(key)])
         work.keep(captured, key)
         return captured
+
+    def _obstacle(self, state: StepState) -> str | None:
+        rounding = map(rounding_when_captured, state.optimizers if self._cautious else ())
+        return self._work.obstacle(state) or next(filter(None, rounding), None)
 
     def _note_unfinished(self, key: Hashable, before: StateBeforeCapture) -> None:
         """A capture made a part of an optimizer's state. The next call makes it for good; but some
@@ -449,7 +476,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         self.guards = None  # frees what it had found
         self._work.given_up()
         if not quietly:
-            warn_not_captured(self._device, self._plan_name, why)
+            warn_not_captured(self._device, self._plan_name, why, expected=self._cautious)
 
     def drop(self) -> None:
         """Drop all graphs. Each shape is watched again before its next capture."""
@@ -462,3 +489,16 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         """Search for what the function uses again, and watch again, before the next call."""
         self.drop()
         self.guards = None
+
+
+def _require_room(device: Device) -> None:
+    """Raise `CaptureError` if a graph is unlikely to fit. It needs what the largest step so far has
+    needed, and so do the eager steps beside it."""
+    memory = device.memory()
+    needed = 2 * (memory.peak_allocated - memory.allocated)
+    free = memory.free + memory.reserved - memory.allocated
+    if needed > free:
+        raise CaptureError(
+            f"a graph beside eager steps would need about {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free"
+        )

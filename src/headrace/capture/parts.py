@@ -26,6 +26,7 @@ import torch
 from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
+from headrace.capture.report import Way
 from headrace.data import prefetch
 from headrace.device import Device, open_device
 from headrace.errors import StepError
@@ -69,10 +70,12 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True)
 class SpeedUpReport:
-    """What `speed_up` did. `off` says why it does nothing at all; None if it is at work."""
+    """What `speed_up` did. `off` says why it does nothing at all; None if it is at work. `way` is
+    the most that is replayed now: "parts", only "children" of a model, or nothing ("eager")."""
 
     parts: tuple[PartReport, ...]
     off: str | None = None
+    way: Way = "eager"
 
     def __str__(self) -> str:
         if self.off is not None:
@@ -91,7 +94,7 @@ class SpeedUp:
         off: str | None,
         loader: Iterable[Any] | None,
     ) -> None:
-        self._off = off
+        self._off, self._switch = off, _Switch()
         self._models: list[GraphedModel] = []
         self._updates = [update for _, update in updates]
         self._undo: list[Callable[[], None]] = []
@@ -100,11 +103,11 @@ class SpeedUp:
         for model, graphed in models:
             self._add(model, graphed)
         for optimizer, update in updates:
-            self._undo.append(_install_step(optimizer, update))
+            self._undo.append(_install_step(optimizer, update, self._switch))
 
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
-        self._undo.append(_install_forward(model, graphed))
+        self._undo.append(_install_forward(model, graphed, self._switch))
         graphed.when_divided(functools.partial(self._divide, model, graphed))
 
     def _divide(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
@@ -132,7 +135,22 @@ class SpeedUp:
             )
             for one in self._parts()
         ]
-        return SpeedUpReport(tuple(parts), self._off)
+        used = [one.name for one in parts if one.replays and one.why is None]
+        models = {one.name for one in self._models}
+        children = [name for name in used if name in models and "." in name]
+        way: Way = "parts" if used else "eager"
+        if children and len(children) == len(models.intersection(used)):
+            way = "children"
+        return SpeedUpReport(tuple(parts), self._off, way)
+
+    @property
+    def replays(self) -> int:
+        """How often a part was replayed."""
+        return sum(one.replays for one in self._parts())
+
+    def use_graphs(self, used: bool) -> None:
+        """Whether later calls may be replayed and captured. If not, they are plain calls."""
+        self._switch.set(used)
 
     def close(self) -> None:
         """Give back the original methods, and free the graphs. Calls that wait for their backward
@@ -254,16 +272,28 @@ def _names(parts: Iterable[object]) -> dict[int, str]:
 # --- behind the methods ---------------------------------------------------------------------------
 
 
+class _Switch:
+    """Whether what `speed_up` has installed does anything."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    def set(self, is_on: bool) -> None:
+        self.is_on = is_on
+
+
 class _Forward:
     """`model.forward` of a graphed model. Copies of the model get their class's own."""
 
-    def __init__(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
-        functools.update_wrapper(self, model.forward)  # others read the signature
-        self._graphed = graphed
+    def __init__(self, model: torch.nn.Module, graphed: GraphedModel, switch: _Switch) -> None:
+        self._plain: Callable[..., Any] = model.forward
+        functools.update_wrapper(self, self._plain)  # others read the signature
+        self._graphed, self._switch = graphed, switch
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._graphed(*args, **kwargs)
+        call = self._graphed if self._switch.is_on else self._plain
+        return call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _class_forward(memo.get(id(self._model), self._model))
@@ -276,11 +306,13 @@ def _class_forward(model: torch.nn.Module) -> Any:
     return types.MethodType(type(model).forward, model)
 
 
-def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[[], None]:
+def _install_forward(
+    model: torch.nn.Module, graphed: GraphedModel, switch: _Switch
+) -> Callable[[], None]:
     own = vars(model)
     names = ("forward", "__getstate__")
     before: dict[str, Any] = {name: own[name] for name in names if name in own}
-    installed = _Forward(model, graphed)
+    installed = _Forward(model, graphed, switch)
 
     def state() -> Any:
         """A copy or a pickle has what the model had before."""
@@ -309,13 +341,15 @@ def _class_state(model: torch.nn.Module) -> Any:
     return own(model)
 
 
-def _install_step(given: torch.optim.Optimizer, update: GraphedUpdate) -> Callable[[], None]:
+def _install_step(
+    given: torch.optim.Optimizer, update: GraphedUpdate, switch: _Switch
+) -> Callable[[], None]:
     optimizer = optimizer_inside(given)
-    before = vars(optimizer).get("step")
+    before, plain = vars(optimizer).get("step"), optimizer.step
 
-    @functools.wraps(optimizer.step)
+    @functools.wraps(plain)
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return update(closure)
+        return update(closure) if switch.is_on else plain(closure)
 
     # A method, since learning rate schedulers unwrap it.
     installed: Any = types.MethodType(step, optimizer)

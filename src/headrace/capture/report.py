@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from headrace.device import Device
 from headrace.errors import CaptureError
 from headrace.source_lines import line_of_error
 
+if TYPE_CHECKING:
+    from headrace.capture.parts import SpeedUpReport
+
 log = logging.getLogger("headrace")
+#: How a training step runs, from the most to the least that a graph repeats.
+Way = Literal["whole step", "parts", "children", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
     """What became of a plan's graphs. `shapes` is how many shapes have a graph now. `replays`
     counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
-    `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
-    `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
-    loop; None if nothing is known to change them. `seconds` is how long the captures took.
-    `rechecks` counts steps that were checked against their graphs; `differed` is what the last
-    one that differed has shown."""
+    `way` is how steps run now: the "whole step" as a graph, its "parts" (the model's forward and
+    backward, and the update), the model's "children" where the model cannot be captured as a whole,
+    or "eager". `why` says why the whole step is not captured (any more); None if it is, or if that
+    is not known yet. `parts` says the same of the model and the optimizer; None if they have not
+    been tried. `decision` says what `graphs="auto"` measured. `rounding` says why the last digits
+    differ from those of the plain loop; None if nothing is known to change them. `seconds` is how
+    long the captures took. `rechecks` counts steps that were checked against their graphs;
+    `differed` is what the last one that differed has shown."""
 
     shapes: int
     captures: int
@@ -34,17 +43,32 @@ class GraphReport:
     seconds: float = 0.0
     rechecks: int = 0
     differed: str | None = None
+    way: Way = "eager"
+    parts: SpeedUpReport | None = None
+
+    def __str__(self) -> str:
+        lines = [f"steps run as: {self.way}"]
+        if self.decision is not None:
+            lines.append(self.decision)
+        lines.append(
+            f"whole step: {self.replays:,} replays, {self.one_by_one:,} eager, {self.captures} "
+            f"captures, {self.memory_bytes / 1e6:,.0f} MB"
+        )
+        if self.why is not None and self.why != self.decision:
+            lines.append(f"  not captured, because {self.why}")
+        if self.rounding is not None:
+            lines.append(f"  {self.rounding}")
+        return "\n".join([*lines, *([] if self.parts is None else [str(self.parts)])])
 
 
-def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
+def warn_not_captured(device: Device, plan_name: str, why: str, *, expected: bool = False) -> None:
     """Log once why a plan's step does not run as a graph. `why` is a clause that follows
-    "because"."""
-    device.warn_once(
-        f"graphs: {why}",
-        "plan %s: the step's kernels are launched one by one, not as a graph, because %s",
-        plan_name,
-        why,
-    )
+    "because". `expected`: nobody has asked for graphs."""
+    text = "plan %s: the step is not captured as a graph, because %s"
+    if expected:
+        log.info(text, plan_name, why)
+    else:
+        device.warn_once(f"graphs: {why}", text, plan_name, why)
 
 
 def join_reasons(*reasons: str | None) -> str | None:

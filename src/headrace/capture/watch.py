@@ -150,6 +150,10 @@ class StepWatch:
         self._traces[key] = trace
         return None
 
+    def answer_as_captured(self) -> None:
+        """Tell trials from now on that they are being captured."""
+        self.as_captured = True
+
     def forget(self) -> None:
         """Watch every shape again."""
         self._agreed.clear()

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -37,10 +37,10 @@ from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
 from headrace.engine.graph_state import release_graph_state
-from headrace.engine.graphed_function import GraphedFunction
 from headrace.engine.group import Group
 from headrace.engine.halving import HalvingStep, require_halvable
 from headrace.engine.host_sync import HostSync
+from headrace.engine.ladder import FunctionLadder, GraphedStep, Ladder
 from headrace.engine.lanes import Lanes
 from headrace.engine.loop import Observers, Pass, Stages, Window
 from headrace.engine.loss_function import require_loss_function
@@ -65,7 +65,6 @@ from headrace.engine.step import (
     UpdateCount,
     UserStep,
 )
-from headrace.engine.step_graphs import GraphedStep, StepGraphs
 from headrace.engine.update import Update
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, close_before_group, parallelism_of, ranks_of
@@ -83,7 +82,7 @@ class StepBuilder(Protocol):
     def parts(self) -> StepParts | None: ...
 
     @property
-    def graphs(self) -> StepGraphs | GraphedFunction[Any, Any] | None: ...
+    def graphs(self) -> Ladder | FunctionLadder | None: ...
 
     @property
     def compiled(self) -> CompileReport: ...
@@ -166,7 +165,7 @@ class ModelStepBuilder:
         if accumulate > 1 and accumulate_by == "weight":
             _warn_of_half_precision(device, optimizer)
         self._parts: StepParts | None = None
-        self.graphs: StepGraphs | None = None
+        self.graphs: Ladder | None = None
 
     @property
     def parts(self) -> StepParts:
@@ -175,6 +174,9 @@ class ModelStepBuilder:
 
     def apply_plan(self, plan: Plan) -> None:
         device = self.device
+        if plan.graphs == "auto" and (self._halves or self.ranks.several):
+            # A graph's memory is fixed at capture; and ranks would decide each for itself.
+            plan = replace(plan, graphs="off")
         if self._halves:
             require_halvable(self.model, plan, carries=self.carry is not None)
         if self.carry is not None:
@@ -182,13 +184,13 @@ class ModelStepBuilder:
         self._parts = self._build_parts(plan)
         self.graphs = None
         if plan.graphs != "off" and device.captures:
-            self.graphs = StepGraphs(self._parts, plan)
+            self.graphs = Ladder(self._parts, plan)
             if self.ranks.uses_nccl:
                 close_before_group(self.graphs)
                 _warn_of_expandable_segments(device)
             return
         release_graph_state(self._parts)
-        if plan.graphs != "off":
+        if plan.graphs == "on":
             warn_not_captured(device, plan.name, f"{device} captures no graphs")
 
     def _build_parts(self, plan: Plan) -> StepParts:
@@ -288,24 +290,14 @@ class UserStepBuilder:
         self._count = UpdateCount()
         self.ranks: Ranks = SINGLE
         self.schedule: Schedule | None = None
-        self.graphs: GraphedFunction[Any, Any] | None = None
+        self.graphs: FunctionLadder | None = None
 
     def apply_plan(self, plan: Plan) -> None:
         self.graphs = None
         if self.carry is not None:
             self.carry.keep_in_place(False)
-        if plan.graphs != "off":
-            self.graphs = GraphedFunction(
-                self._step,
-                self._device,
-                modules=None,
-                optimizers=None,
-                carry=self.carry,
-                max_graphs=plan.graph_shapes,
-                watch_after=plan.graph_after,
-                recheck=plan.recheck,
-                plan_name=plan.name,
-            )
+        if plan.graphs == "on" or (plan.graphs == "auto" and self._device.captures):
+            self.graphs = FunctionLadder(self._step, self._device, plan, self.carry)
 
     @property
     def compiled(self) -> CompileReport:

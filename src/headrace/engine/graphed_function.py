@@ -141,6 +141,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         watch_after: int,
         recheck: int,
         plan_name: str = "graph",
+        cautious: bool = False,
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._device = step, device
@@ -157,6 +158,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             watch_last=watch_after,
             capture_after=0,
             recheck=recheck,
+            cautious=cautious,
         )
         # What calls, by their key, do with the gradients of the calls before.
         self._fates: dict[Hashable, _Fates] = {}
@@ -177,6 +179,14 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         return self._graphs((args, kwargs))
+
+    def call_eagerly(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        """Call the step without a graph, also if there is one."""
+        return self._graphs.run((args, kwargs))
+
+    def give_up(self, why: str) -> None:
+        """Capture nothing any more."""
+        self._graphs.give_up(why, quietly=True)
 
     @property
     def replays(self) -> int:

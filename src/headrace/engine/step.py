@@ -37,6 +37,10 @@ class CountsReplays(Protocol):
 
     def __call__(self, batch: Any) -> Any: ...
 
+    def begin_pass(self) -> None: ...
+
+    def end_pass(self) -> None: ...
+
 
 StepFunction = Callable[..., Any]
 
@@ -277,6 +281,8 @@ class UserStep:
         self._step, self._device, self._lanes, self._count = step, device, lanes, count
         self._carry, self._graphs = carry, graphs
         self._name = f"the step {describe_function(step)}"
+        if graphs is not None:
+            graphs.begin_pass()
 
     def __call__(self, fetched: Fetched) -> Launched:
         replays = 0 if self._graphs is None else self._graphs.replays
@@ -311,7 +317,8 @@ class UserStep:
         return returned
 
     def finish(self) -> None:
-        return None
+        if self._graphs is not None:
+            self._graphs.end_pass()
 
     def recover(self, counted: Standing) -> bool:
         return True

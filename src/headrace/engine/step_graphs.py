@@ -1,16 +1,14 @@
 """Training steps as graphs: forward, loss, backward, clipping and update, captured for each shape.
 
 `capture/` says when the engine's step is watched, captured and replayed. Here is what is special
-about it: with accumulation, gradients keep their memory and the update is a graph of its own; the
-optimizer reads its learning rates on the device; and `graphs="auto"` measures whether graphs pay.
+about it: with accumulation, gradients keep their memory and the update is a graph of its own, and
+the optimizer reads its learning rates on the device.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,14 +32,11 @@ from headrace.data import Fetched
 from headrace.engine.compiled import CompiledLoss, loss_mode
 from headrace.engine.graph_obstacles import capture_obstacle
 from headrace.engine.graph_state import release_graph_state, tensors_of
-from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
 from headrace.engine.loss_output import LossOutput
-from headrace.engine.stages import Finished, Launched, Standing
+from headrace.engine.stages import Launched
 from headrace.engine.step import EagerStep, StepParts
 from headrace.errors import CaptureError
 from headrace.plan import Plan
-
-log = logging.getLogger("headrace")
 
 _GRADIENT = operator.attrgetter("grad")
 # In its first steps DDP rebuilds its buckets and measures itself.
@@ -59,50 +54,25 @@ class Training(NamedTuple):
     eager: EagerStep
 
 
-class GraphedStep:
-    """A step that replays the graph of a batch's shape, or runs eagerly if there is none.
-    Weightless batches, which only keep the ranks in step, go to the `eager` step."""
-
-    def __init__(self, eager: EagerStep, graphs: StepGraphs) -> None:
-        self._eager, self._graphs = eager, graphs
-
-    def __call__(self, fetched: Fetched) -> Launched:
-        if fetched.weightless:
-            return self._eager(fetched)
-        lanes = self._eager.lanes
-        with lanes.on(lanes.forward, "step"):
-            return self._graphs.train(fetched, self._eager)
-
-    def finish(self) -> Finished | None:
-        if self._eager.parts.group.is_open:
-            lanes = self._eager.lanes
-            with lanes.on(lanes.backward):
-                self._graphs.drop_unreached_gradients()
-        return self._eager.finish()
-
-    def recover(self, counted: Standing) -> bool:
-        return self._eager.recover(counted)
-
-
 class StepGraphs:
     """The graphs of one training step under one plan. They stay from pass to pass."""
 
     def __init__(self, parts: StepParts, plan: Plan) -> None:
-        self._parts, self._plan_name = parts, plan.name
-        self._timing = GraphTiming() if plan.graphs == "auto" else None
+        self._parts = parts
         # Watch only after the warm-up, when steps are like those to come. The first batch compiles.
         compiles = isinstance(parts.forward.loss, CompiledLoss)
         warm_up = (_DDP_WARM_UP_STEPS if parts.parallelism == "ddp" else 0) + compiles
-        self._watch_after = plan.graph_after + warm_up
+        watch_after = plan.graph_after + warm_up
         self._graphs: CapturedFunction[Training, LossOutput, Launched] = CapturedFunction(
             self,
             parts.device,
             plan_name=plan.name,
             max_graphs=plan.graph_shapes,
-            watch_first=max(self._watch_after - 1, 1 + compiles),
-            watch_last=self._watch_after,
-            capture_after=self._watch_after + (TIMED_STEPS if self._timing is not None else 0),
+            watch_first=max(watch_after - 1, 1 + compiles),
+            watch_last=watch_after,
+            capture_after=watch_after,
             recheck=plan.recheck,
+            cautious=plan.graphs == "auto",
         )
         self._updates: GraphCache[None] = GraphCache(parts.device, max_graphs=1, capture_after=0)
         # Parameters whose gradients only the user replaces, and those gradients at capture: of
@@ -121,19 +91,29 @@ class StepGraphs:
         self._eager = eager
         return self._graphs(Training(fetched, eager))
 
+    def train_eagerly(self, fetched: Fetched, eager: EagerStep) -> Launched:
+        """Train on one batch without a graph, also if there is one."""
+        return self._graphs.run(Training(fetched, eager))
+
+    @property
+    def why(self) -> str | None:
+        """Why the step is not captured (any more)."""
+        return self._graphs.why
+
+    def give_up(self, why: str) -> None:
+        """Capture nothing any more."""
+        self._graphs.give_up(why, quietly=True)
+
     def state_dict(self) -> dict[str, Any]:
-        """What `graphs="auto"` has decided, since measuring again might decide otherwise, and
-        whether the optimizer was made capturable (`prepared`)."""
-        timing = self._timing
+        """What later bits depend on: whether the optimizer was made capturable (`prepared`), and
+        what code that asks whether it is captured was told."""
         return {
-            "pays": None if timing is None else timing.pays,
-            "decision": None if timing is None else timing.decision,
             "prepared": self._graphs.is_prepared,
+            "as_captured": self._graphs.answers_as_captured,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the decision, and drop all graphs: the optimizer has another state by now."""
-        timing = self._timing
+        """Drop all graphs: the optimizer has another state by now."""
         self._graphs.drop()
         self._parts.group.assume_reached()
         # An optimizer that was capturable stays so. In older states, without "prepared", all were.
@@ -141,15 +121,11 @@ class StepGraphs:
             self._graphs.make_capturable()
         elif self._graphs.is_prepared:
             self._graphs.forget_capturable()
-        if timing is None or state is None or self._graphs.why is not None:
-            return
-        if state["pays"] is not None:
-            timing.restore(pays=state["pays"], decision=state["decision"])
-            self._apply(timing)
+        if state is not None and state.get("as_captured"):
+            self._graphs.answer_as_captured()
 
     def report(self) -> GraphReport:
-        decision = None if self._timing is None else self._timing.decision
-        found = self._graphs.report(decision, self._updates.memory_bytes)
+        found = self._graphs.report(more_bytes=self._updates.memory_bytes)
         return replace(found, seconds=found.seconds + self._updates.seconds)
 
     def close(self) -> None:
@@ -237,11 +213,10 @@ class StepGraphs:
         return launched, "PyTorch compiled it again, since a Python value that it reads has changed"
 
     def _run(self, call: Training, tracer: StepTracer | None) -> Launched:
-        with self._timed(replay=False):
-            loss = call.eager.add_batch(call.fetched, tracer)
-            if self._parts.group.is_full:
-                self.drop_unreached_gradients()
-            return call.eager.end_batch(call.fetched, loss)
+        loss = call.eager.add_batch(call.fetched, tracer)
+        if self._parts.group.is_full:
+            self.drop_unreached_gradients()
+        return call.eager.end_batch(call.fetched, loss)
 
     def replay(
         self,
@@ -251,29 +226,24 @@ class StepGraphs:
         leaves: list[torch.Tensor],
     ) -> Launched:
         parts, group = self._parts, self._parts.group
-        with self._timed(replay=True):
-            parts.begin_batch()
-            parts.update.write_rates()
-            group.begin_update() if group.size == 1 else group.begin_backward()
-            loss = captured.replay(leaves)
-            if group.size == 1:
-                updated = True
-                group.end_step()
-            else:
-                group.end_backward()
-                group.note_reached(self._reached_by[key])
-                if updated := group.is_full:
-                    self.drop_unreached_gradients()
-                    self._update()
-            if parts.carry is not None:
-                parts.carry.hold(loss.carried)
-            if loss.outputs is not None:  # the next replay overwrites them
-                loss = replace(loss, outputs=map_tensors(torch.clone, loss.outputs))
-            launched = parts.make_launched(call.fetched, loss, updated=updated, replayed=True)
-        if self._timing is not None and self._timing.is_complete():
-            log.info("plan %s: %s", self._plan_name, self._timing.decide())
-            self._apply(self._timing)
-        return launched
+        parts.begin_batch()
+        parts.update.write_rates()
+        group.begin_update() if group.size == 1 else group.begin_backward()
+        loss = captured.replay(leaves)
+        if group.size == 1:
+            updated = True
+            group.end_step()
+        else:
+            group.end_backward()
+            group.note_reached(self._reached_by[key])
+            if updated := group.is_full:
+                self.drop_unreached_gradients()
+                self._update()
+        if parts.carry is not None:
+            parts.carry.hold(loss.carried)
+        if loss.outputs is not None:  # the next replay overwrites them
+            loss = replace(loss, outputs=map_tensors(torch.clone, loss.outputs))
+        return parts.make_launched(call.fetched, loss, updated=updated, replayed=True)
 
     def ready(self) -> bool:
         """Whether an update was made, and with accumulation a group is about to begin whose
@@ -378,28 +348,3 @@ class StepGraphs:
                 before.restore()
             undo.pop_all()
         return update
-
-    # --- graphs="auto" ----------------------------------------------------------------------------
-
-    @contextmanager
-    def _timed(self, *, replay: bool) -> Iterator[None]:
-        """Time the step in the block, alone on the device, if the decision still needs it."""
-        timing, device, key = self._timing, self._parts.device, self._graphs.key
-        if timing is None or key is None or self._graphs.why is not None:
-            yield
-            return
-        warmed_up = replay or self._graphs.graphs.uses(key) > self._watch_after
-        if not warmed_up or not timing.wants(key, replay):
-            yield
-            return
-        device.synchronize("auto_graphs")
-        start = device.ledger.now_ns()
-        yield
-        launched = device.ledger.now_ns()
-        device.synchronize("auto_graphs")
-        timing.add(key, replay, launched - start, device.ledger.now_ns() - start)
-
-    def _apply(self, timing: GraphTiming) -> None:
-        """Give graphs up if they do not pay."""
-        if not timing.pays:
-            self._graphs.give_up(str(timing.decision), quietly=True)

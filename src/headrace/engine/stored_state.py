@@ -12,9 +12,9 @@ import torch
 
 from headrace.checkpoint import PerRank, StoredTensor
 from headrace.engine.group import Phase
+from headrace.engine.ladder import Ladder
 from headrace.engine.schedules import Schedule
 from headrace.engine.step import StepParts
-from headrace.engine.step_graphs import StepGraphs
 from headrace.errors import StepError
 from headrace.parallel import (
     Ranks,
@@ -33,7 +33,7 @@ _MISMATCH_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeE
 def state_of(
     parts: StepParts,
     schedule: Schedule | None,
-    graphs: StepGraphs | None,
+    graphs: Ladder | None,
     position: Position,
     skipped_updates: int,
 ) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def checked(state: object) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: Ladder | None
 ) -> None:
     """Load `state` into a step's parts, except for the random generators. If this raises, some
     parts may be loaded and others not: do not use the engine then."""
@@ -154,7 +154,7 @@ def mismatch_as_step_error() -> Iterator[None]:
 
 
 def _restore(
-    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: Ladder | None
 ) -> None:
     group, scaler, ema = parts.group, parts.update.scaler, parts.update.ema
     for name, part in (("scheduler", schedule), ("scaler", scaler), ("ema", ema)):

@@ -530,24 +530,6 @@ class TestState:
         make_engine(device, "baseline").load_state_dict(stored)
         assert device.ledger.statistics()["data"] == before["data"]
 
-    def test_what_auto_decided_is_kept(self, capturing: Device) -> None:
-        plan = hr.Plan.preset("graph").replace(graphs="auto", graph_after=1)
-        engine = make_engine(capturing, plan)
-        engine.epoch(data(20))
-        assert engine.graphs is not None
-        decided = engine.graphs.decision
-        assert decided is not None
-        stored = copy.deepcopy(engine.state_dict())
-        for pays in (True, False):
-            stored["graphs"] = {"pays": pays, "decision": "as it was"}
-            other = make_engine(capturing, plan)
-            other.load_state_dict(stored)
-            result = other.epoch(data(20))
-            assert other.graphs is not None
-            assert other.graphs.decision == "as it was"
-            assert (result.statistics.replays > 0) == pays
-            assert result.waits["auto_graphs"].count == 0  # not measured again
-
 
 class TestHang:
     def test_a_hung_step_is_described(self, tmp_path: Path) -> None:
