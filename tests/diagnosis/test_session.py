@@ -202,7 +202,7 @@ def test_a_window_that_fails_does_not_fail_the_script(
     on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
-        raise RuntimeError("CUPTI is busy")
+        raise ValueError("CUPTI is busy")
 
     monkeypatch.setattr(session_module, "read_trace", failing)
     session, done = Session(FAST), []
@@ -210,7 +210,7 @@ def test_a_window_that_fails_does_not_fail_the_script(
         trained(20, done.append)
     assert len(done) == 20
     assert session.seen.measured.missing == [
-        "diagnose itself failed in the profiled window: RuntimeError: CUPTI is busy"
+        "diagnose itself failed in the profiled window: ValueError: CUPTI is busy"
     ]
     assert not session.seen.measured.is_complete
 

@@ -46,6 +46,8 @@ _MAX_CALLS = 4000
 _BODIES = (ast.stmt, ast.excepthandler, ast.match_case)
 #: How often a period that was settled may be given up for another.
 _MAX_LOSSES = 3
+#: How many calls are remembered once the period is settled: a training may have millions.
+_KEPT_CALLS = 1000
 #: The period is searched after each of the first calls, then after every few.
 _EVERY_CALL, _EVERY_FEW = 100, 16
 
@@ -132,6 +134,8 @@ class StepFinder:
         self.calls += 1
         self.is_lost = False
         self._history.append(key)
+        if self._settled is not None and len(self._history) > 2 * _KEPT_CALLS:
+            del self._history[:-_KEPT_CALLS]
         if self.period is None:
             self._find()
             return False
@@ -205,7 +209,7 @@ class StepFinder:
 
 @contextmanager
 def watch_steps(
-    on_call: Callable[[Hashable], object], before_call: Callable[[], object] = lambda: None
+    on_call: Callable[[Hashable], object], before_call: Callable[[], object] | None = None
 ) -> Iterator[WeakKeyDictionary[Any, int]]:
     """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
     the optimizer or graph, and `before_call` before it. After those inside a capture, which run
@@ -223,6 +227,7 @@ def watch_steps(
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
+    tell_before = before_call or (lambda: None)
 
     def number(one: object) -> int:
         if one not in numbers:
@@ -233,24 +238,23 @@ def watch_steps(
         return numbers[one]
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        before_call()
+        tell_before()
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_capturing():
             on_call(number(optimizer))
 
     def replay_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before_call()
+        tell_before()
         result = replay(self, *args, **kwargs)
         if not is_capturing():
             on_call(number(self))
         return result
 
     # A compiled optimizer step would trace the hooks, and not call them again.
-    hooks = (
-        register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
-        register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
-    )
+    hooks = [register_optimizer_step_post_hook(torch.compiler.disable(after_step))]
+    if before_call is not None:
+        hooks.append(register_optimizer_step_pre_hook(torch.compiler.disable(before_step)))
     try:
         with replaced(graph, "replay", replay_and_tell):
             yield numbers
