@@ -18,6 +18,9 @@ Or let the engine run the loop:
 
 from __future__ import annotations
 
+import importlib
+import os
+
 from headrace.lazy import lazy
 
 TYPE_CHECKING = False
@@ -44,7 +47,12 @@ if TYPE_CHECKING:
     from headrace.device import available_devices as available_devices
     from headrace.device import open_device as open_device
     from headrace.diagnosis import Diagnosis as Diagnosis
+    from headrace.diagnosis import StepFigures as StepFigures
+    from headrace.diagnosis import StepMonitor as StepMonitor
     from headrace.diagnosis import diagnose as diagnose
+    from headrace.diagnosis import monitor_steps as monitor_steps
+    from headrace.diagnosis.in_lightning import LightningMonitor as LightningMonitor  # extra
+    from headrace.diagnosis.in_transformers import TrainerMonitor as TrainerMonitor  # extra
     from headrace.engine import Carry as Carry
     from headrace.engine import CompileReport as CompileReport
     from headrace.engine import DeferredScalars as DeferredScalars
@@ -72,3 +80,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy(__name__, __file__, "__version__")
+
+if os.environ.get("HEADRACE_MONITOR"):
+    importlib.import_module("headrace.diagnosis").monitor_by_environment()
