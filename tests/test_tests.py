@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import headrace
+from support.house_rules import TESTED_IN
 from support.paths import TESTS
 
 PACKAGE = Path(headrace.__file__).parent
@@ -64,6 +65,29 @@ def test_a_test_stands_beside_its_module(path: str) -> None:
 def test_what_is_listed_is_there_and_needs_to_be(path: str) -> None:
     assert (TESTS / path).is_file()
     assert not module_of(path).is_file()
+
+
+def test_every_module_has_a_test() -> None:
+    """Its twin, else the test module that `TESTED_IN` names, else one that imports it."""
+    named = [module for group in TESTED_IN.values() for module in group]
+    assert len(set(named)) == len(named)
+    for test in TESTED_IN:
+        assert (TESTS / test).is_file(), test
+    imported: set[str] = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headrace"):
+                imported |= {node.module or "", *(f"{node.module}.{a.name}" for a in node.names)}
+    without = []
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE)
+        dotted = ".".join(("headrace", *module.with_suffix("").parts))
+        has_test = (TESTS / module.with_name(f"test_{path.name}")).is_file() or dotted in imported
+        if has_test or path.name in ("__init__.py", "__main__.py"):
+            assert module.as_posix() not in named, f"{module} has a test: remove it from TESTED_IN"
+        elif module.as_posix() not in named:
+            without.append(module.as_posix())
+    assert not without, "write their tests, or say in TESTED_IN where they are tested"
 
 
 def test_every_folder_has_its_purpose() -> None:

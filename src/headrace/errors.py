@@ -47,7 +47,7 @@ class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose."""
 
     #: The command line's exit code for this error: 2 if what was typed is wrong, else 1.
-    exit_code = 1
+    exit_code: int = 1
 
 
 @contextmanager

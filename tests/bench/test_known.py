@@ -45,28 +45,28 @@ def test_a_child_leaves_what_it_has_measured_and_in_whose_turn_it_ended() -> Non
     in_child(known, begins(None), begins("a", "timing"), *measured, begins("b", "timing"))
     assert known.has_grown()
     assert not known.has_grown()
-    known.ending = "SIGSEGV"
+    known.ended("SIGSEGV")
     plans = [Plan("a"), Plan("b")]
     lost = Loss("b", "timing", "ended the process (SIGSEGV)")
     assert known.resume(plans) == [lost]
     assert str(lost) == "ended the process (SIGSEGV) while timing"
     assert [plan.found for plan in plans] == [{"ms": 2}, {}]
     in_child(known, begins(None), begins("a", "profiling"))
-    known.ending = "exit code 3"
+    known.ended("exit code 3")
     assert known.resume(plans) == [lost, Loss("a", "profiling", "ended the process (exit code 3)")]
 
 
 def test_one_that_said_itself_whom_it_lost_is_believed() -> None:
     known, lost = EarlierResults(), Loss("a", "timing", "ended the device's context (…)")
     in_child(known, begins("a", "timing"), ("lose", (lost,)))
-    known.ending = "exit code 75"
+    known.ended("exit code 75")
     assert known.resume([Plan("a")]) == [lost]
 
 
 def test_an_end_in_nobodys_turn_is_an_error() -> None:
     known = EarlierResults()
     in_child(known, begins("a", "timing"), begins(None))
-    known.ending = "SIGABRT"
+    known.ended("SIGABRT")
     with pytest.raises(BenchError, match=r"workload ended the process \(SIGABRT\) while it was"):
         known.resume([Plan("a")])
 

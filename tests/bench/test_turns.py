@@ -135,7 +135,7 @@ def test_another_process_goes_on_where_this_one_ended() -> None:
         with pytest.raises(DeviceLost, match="illegal memory access"):
             bench(device, at=4, known=known).run()
         device.broken = False
-    known.ending = "exit code 75"
+    known.ended("exit code 75")
     with Fragile(costs=FREE) as device:
         result = bench(device, at=4, compute_ms=20.0, known=known).run()
     assert rounds(result, "baseline") == [10, 20, 20]
@@ -148,7 +148,7 @@ def test_another_process_goes_on_where_this_one_ended() -> None:
 def test_losses_are_not_compared_with_a_reference_that_ended_the_process() -> None:
     known = EarlierResults()
     known.begin("baseline", "comparing losses")
-    known.ending = "SIGSEGV"
+    known.ended("SIGSEGV")
     with Fragile(costs=FREE) as device:
         result = bench(device, at=99, known=known, compared_steps=2).run()
     assert result.row("baseline").error == "ended the process (SIGSEGV) while comparing losses"
@@ -160,7 +160,7 @@ def test_losses_are_not_compared_with_a_reference_that_ended_the_process() -> No
 def test_after_an_end_under_the_profiler_nothing_else_is_profiled() -> None:
     known = EarlierResults()
     known.begin("event", "profiling")
-    known.ending = "SIGSEGV"
+    known.ended("SIGSEGV")
     with Fragile(costs=FREE) as device:
         result = bench(device, at=99, known=known).run()
     told = "GPU busy time: event ended the process (SIGSEGV) while profiling"

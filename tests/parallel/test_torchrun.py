@@ -78,7 +78,7 @@ def test_a_rank_that_lost_another_exits_with_1_and_says_how_to_resume(
 ) -> None:
     monkeypatch.setattr(torchrun, "exit_with_children", sys.exit)
     ranks = Ranks()
-    ranks.resume_command = "headrace train --resume runs/train/exp"
+    ranks.resume_with("headrace train --resume runs/train/exp")
     with pytest.raises(SystemExit) as ended:
         torchrun._exit_failed(ranks, watch, RuntimeError("Connection closed by peer"))
     assert ended.value.code == 1

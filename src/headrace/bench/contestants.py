@@ -29,6 +29,16 @@ Result = TypeVar("Result")
 log = logging.getLogger("headrace")
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the monitor has sampled, and the means of it."""
+
+    samples: tuple[StoredSample, ...] = ()
+    nvml_share: float | None = None
+    power_w: float | None = None
+    cpu_share: float | None = None
+
+
 @dataclass
 class Contestant:
     """A plan or peer with its measurements so far. `make` builds its trainable. After an `error` it
@@ -48,10 +58,7 @@ class Contestant:
     reserved_bytes: int | None = None
     graphs: dict[str, Any] | None = None
     compiled: dict[str, Any] | None = None
-    samples: tuple[StoredSample, ...] = ()
-    nvml_share: float | None = None
-    power_w: float | None = None
-    cpu_share: float | None = None
+    use: Use = field(default_factory=Use)
     window: BusyWindow | None = None
     timeline: StoredTimeline | None = None
     notes: list[str] = field(default_factory=list)
@@ -72,6 +79,7 @@ class Contestant:
         self, compare: Callable[[PlanEntry | None, Callable[[], Trainable]], ComparedLosses]
     ) -> None:
         """Store its losses and how they compare with the reference's."""
+        self.error = None
         with self.collecting_notes():
             found = compare(self.entry, self.make)
         if found.error is not None:
@@ -91,6 +99,18 @@ class Contestant:
 
     def fail(self, why: str) -> None:
         self.error = why
+
+    def skip_comparison(self, why: str) -> None:
+        self.equal = Equality("not compared", why=why)
+
+    def watched(self, use: Use) -> None:
+        """Store what the monitor has sampled."""
+        self.use = use
+
+    def traced(self, window: BusyWindow, timeline: StoredTimeline) -> None:
+        """Store what the profiler has recorded."""
+        self.window = window
+        self.timeline = timeline
 
     def units_per_step(self, unit: Unit) -> float | None:
         """Samples or tokens per step; None if nothing counted them, as with a peer."""

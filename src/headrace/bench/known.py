@@ -46,8 +46,7 @@ class Loss:
 class EarlierResults:
     """A file of records. Each process appends what it measures; `resume` reads all of them.
 
-    Make it before forking. The first process sets `ending` before each fork but the first: how the
-    last child ended.
+    Make it before forking. The first process calls `ended` before each fork but the first.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class EarlierResults:
         self._flags = mmap.mmap(-1, 1)  # shared with the children
         self._size = 0
         self._timings: dict[str, int] = {}  # how many of each contestant's are stored
-        self.ending: str | None = None
+        self._ending: str | None = None
 
     @property
     def is_over(self) -> bool:
@@ -64,6 +63,10 @@ class EarlierResults:
 
     def end(self) -> None:
         self._flags[0] = 1
+
+    def ended(self, how: str) -> None:
+        """Note how the last child has ended."""
+        self._ending = how
 
     def has_grown(self) -> bool:
         """Whether anything was stored since the last call."""
@@ -111,15 +114,15 @@ class EarlierResults:
             elif kind == "lost":
                 losses.append(content)
                 running = None
-        if self.ending is None or running is None:
+        if self._ending is None or running is None:
             return losses
         ended_in, activity = running
         if ended_in is None or activity is None:
             raise BenchError(
-                f"the workload ended the process ({self.ending}) while it was built; run its "
+                f"the workload ended the process ({self._ending}) while it was built; run its "
                 "function alone to see why"
             )
-        lost = Loss(ended_in, activity, f"ended the process ({self.ending})")
+        lost = Loss(ended_in, activity, f"ended the process ({self._ending})")
         self.lose(lost)
         return [*losses, lost]
 

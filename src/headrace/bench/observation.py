@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from headrace.bench.contestants import Contestant
+from headrace.bench.contestants import Contestant, Use
 from headrace.bench.trainable import Timing, Trainable
 from headrace.device import Device, Span, Timeline
 from headrace.machine import BusyWindow, Monitor, UseSample
@@ -32,7 +30,7 @@ def watch(
         begin_ns = device.ledger.now_ns()
         timing = trainable.run(max(2, min(steps, _MAX_WATCHED_STEPS)))
     samples = monitor.samples()
-    contestant.samples = tuple(
+    stored = tuple(
         StoredSample(
             at_s=round(sample.at_s, 4),
             gpu_share=sample.gpu_share,
@@ -45,8 +43,7 @@ def watch(
     # Leave out what comes before the first step, and the time until the figures have settled.
     since_s = (timing.start_ns - begin_ns) / 1e9 + _SETTLING_S
     mean = monitor.summary(min(since_s, 0.7 * samples[-1].at_s)).mean
-    contestant.nvml_share, contestant.power_w = mean.gpu_share, mean.power_w
-    contestant.cpu_share = _cores(mean)
+    contestant.watched(Use(stored, mean.gpu_share, mean.power_w, _cores(mean)))
 
 
 def trace(
@@ -54,21 +51,22 @@ def trace(
 ) -> str | None:
     """Record each kernel and copy of some steps. Returns the reason if that is not possible."""
     trainable.run(2)  # the first steps under a profiler are slow
-    with _host_waits(device) as waits, device.trace() as seen:
+    waits: list[tuple[str, int, int]] = []
+    with device.ledger.telling(lambda *wait: waits.append(wait)), device.trace() as seen:
         begin_ns = device.ledger.now_ns()
         timing = trainable.run(steps)
     if seen.timeline is None:
         return seen.missing
     timeline = _while_timed(seen.timeline, waits, begin_ns, timing)
     # Shares of the step's time without the profiler, which slows the host down.
-    contestant.window = BusyWindow.from_timeline(
+    window = BusyWindow.from_timeline(
         timeline,
         wall_ms=step_ms * steps,
         steps=steps,
         # A peer's count includes its lead-in steps.
         launches=seen.launches if contestant.kind == "plan" else None,
     )
-    contestant.timeline = _first_steps(timeline, timing.ms_per_step, steps)
+    contestant.traced(window, _first_steps(timeline, timing.ms_per_step, steps))
     return None
 
 
@@ -90,18 +88,6 @@ def _while_timed(
         if start_ns >= timing.start_ns and reason not in ("bench", "trace")
     ]
     return Timeline(spans)
-
-
-@contextmanager
-def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
-    """The host's waits inside the block: reason, start and end."""
-    found: list[tuple[str, int, int]] = []
-    before = device.ledger.on_wait
-    device.ledger.on_wait = lambda reason, start, end: found.append((reason, start, end))
-    try:
-        yield found
-    finally:
-        device.ledger.on_wait = before
 
 
 def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeline:

@@ -52,9 +52,9 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
         host_blocked_ms=blocked_ms,
         data_wait_ms=data_ms,
         gpu=None if window is None or median is None else _gpu(contestant, median),
-        nvml_share=contestant.nvml_share,
-        power_w=contestant.power_w,
-        cpu_share=contestant.cpu_share,
+        nvml_share=contestant.use.nvml_share,
+        power_w=contestant.use.power_w,
+        cpu_share=contestant.use.cpu_share,
         peak_memory_bytes=contestant.peak_bytes,
         reserved_memory_bytes=contestant.reserved_bytes,
         streams=() if window is None else window.streams,
@@ -65,7 +65,7 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
         graphs=contestant.graphs,
         compiled=contestant.compiled,
         timeline=contestant.timeline,
-        samples=contestant.samples,
+        samples=contestant.use.samples,
         notes=notes,
     )
 

@@ -42,7 +42,6 @@ from headrace.records import (
     BenchSettings,
     BenchWork,
     Environment,
-    Equality,
     PlanResult,
 )
 from headrace.schema import listed
@@ -194,7 +193,7 @@ class Bench:
             if contestant.error is not None or contestant.is_compared:
                 continue  # by an earlier process
             if reference_lost is not None:
-                contestant.equal = Equality("not compared", why=f"{reference.name} failed")
+                contestant.skip_comparison(f"{reference.name} failed")
                 continue
             self.on_progress(f"comparing losses of {contestant.name}", at / len(contestants), None)
             with turns.of(contestant, "comparing losses"):
@@ -242,7 +241,7 @@ class Bench:
             if contestant.error is None and contestant.timings
         ]
         for at, contestant in enumerate(timed if self.watched_s else ()):
-            if contestant.samples:  # by an earlier process
+            if contestant.use.samples:  # by an earlier process
                 continue
             self.on_progress(f"monitoring {contestant.name}", at / len(timed), None)
             watch = partial(
@@ -270,7 +269,11 @@ class Bench:
             if why_not is not None:
                 missing.append(f"GPU busy time: {why_not}")
                 break
-        if timed and self.watched_s and all(contestant.nvml_share is None for contestant in timed):
+        if (
+            timed
+            and self.watched_s
+            and all(contestant.use.nvml_share is None for contestant in timed)
+        ):
             missing.append("GPU use and power: no driver here reports them")
         if timed and all(contestant.peak_bytes is None for contestant in timed):
             missing.append(f"memory: {self.device} does not count allocations")

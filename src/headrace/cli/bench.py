@@ -263,7 +263,7 @@ def _continue_in_child(context: typer.Context) -> EarlierResults | None:
             raise typer.Exit(ending.exit_code)
         if not known.has_grown():
             raise BenchError(f"the process ended ({ending}) before anything was measured")
-        known.ending = str(ending)
+        known.ended(str(ending))
     context.call_on_close(known.end)  # also after an error
     return known
 

@@ -105,7 +105,7 @@ def train(
         if resume is None and config is None and ranks.is_first and not quiet:
             note_default_languages(context, data, settings.src, settings.trg)
         if ranks.several:
-            ranks.resume_command = f"headrace train --resume {trainer.folder.path}"
+            ranks.resume_with(f"headrace train --resume {trainer.folder.path}")
         result = trainer.run()
     exit_code = 0
     if result.stopped is not None:

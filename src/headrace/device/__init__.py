@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.device.base import MemoryFigures as MemoryFigures
     from headrace.device.base import Result as Result
     from headrace.device.base import Stream as Stream
+    from headrace.device.cuda import cuda_namespace as cuda_namespace
     from headrace.device.determinism import deterministic_kernels as deterministic_kernels
     from headrace.device.graph import CaptureQuery as CaptureQuery
     from headrace.device.graph import Graph as Graph

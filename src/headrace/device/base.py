@@ -398,7 +398,7 @@ class Device(abc.ABC):
 
     def _watch_work(self, trace: Trace) -> AbstractContextManager[object]:
         """Record what runs in the block, and put it into `trace` after it."""
-        trace.missing = f"Headrace has no profiler for {self}"
+        trace.give_up(f"Headrace has no profiler for {self}")
         return nullcontext()
 
     @abc.abstractmethod

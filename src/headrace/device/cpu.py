@@ -109,7 +109,7 @@ class CpuDevice(Device):
         """Nothing to do: all work is done."""
 
     def _watch_work(self, trace: Trace) -> AbstractContextManager[object]:
-        trace.missing = "on the CPU the host itself computes: there is no separate device to trace"
+        trace.give_up("on the CPU the host itself computes: there is no separate device to trace")
         return nullcontext()
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:

@@ -30,6 +30,11 @@ _MARKER_CYCLES = 1000
 _MEASURED_CYCLES = 2_000_000
 
 
+def cuda_namespace() -> Any:
+    """`torch.cuda` itself, for those that watch what other code calls there."""
+    return torch.cuda
+
+
 class _StreamId(NamedTuple):
     """A stream, as PyTorch's internal functions identify it."""
 
@@ -46,7 +51,7 @@ class CudaPool:
     """
 
     #: Whether this process has made any.
-    made = False
+    made: bool = False
 
     def __init__(self) -> None:
         CudaPool.made = True
@@ -189,7 +194,7 @@ class CudaDevice(AcceleratorDevice):
     @contextmanager
     def _watch_work(self, trace: Trace) -> Iterator[None]:
         if kineto.is_profiling():
-            trace.missing = "another profiler is running in this process"
+            trace.give_up("another profiler is running in this process")
             yield
             return
         with kineto.profiled(graphs=CudaPool.made) as activities:
@@ -197,7 +202,7 @@ class CudaDevice(AcceleratorDevice):
             yield
         found = kineto.device_work(activities, self._index, streams)
         if found is None:
-            trace.missing = "PyTorch's profiler recorded no kernel (does CUPTI work here?)"
+            trace.give_up("PyTorch's profiler recorded no kernel (does CUPTI work here?)")
         else:
             trace.set_spans(found.spans, found.launches, from_ns=found.from_ns)
 

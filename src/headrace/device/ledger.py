@@ -138,6 +138,15 @@ class Ledger:
         """Count the block as a host wait, also if it raises."""
         return _WaitBlock(self, reason)
 
+    @contextmanager
+    def telling(self, on_wait: Callable[[str, int, int], object]) -> Iterator[None]:
+        """Inside the block, call `on_wait` after each wait: its reason, beginning and end."""
+        before, self.on_wait = self.on_wait, on_wait
+        try:
+            yield
+        finally:
+            self.on_wait = before
+
     def start_epoch(self) -> None:
         """Start `epoch_statistics` from zero; `statistics` goes on counting.
 

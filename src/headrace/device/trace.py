@@ -46,6 +46,10 @@ class Trace:
         )
         self.launches, self.missing = launches, None
 
+    def give_up(self, why: str) -> None:
+        """Say why there is no timeline, for devices."""
+        self.missing = why
+
 
 @contextmanager
 def traced(device: Device) -> Iterator[Trace]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.bench import environment_of
-from headrace.device import Device, open_device
+from headrace.device import Device, cuda_namespace, open_device
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.verdict import line_count
@@ -119,7 +119,7 @@ class _Run:
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
         seen = self._session.seen
-        if self._fake is None and not torch.get_device_module("cuda").is_available():
+        if self._fake is None and not cuda_namespace().is_available():
             seen.note("PyTorch found no CUDA device: --fake finds waits and races without one")
         races = len(self._fake.findings()) if self._fake is not None else None
         with torch._C.DisableTorchFunction():

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headrace.device import Device, Event
+from headrace.device import Device, Event, cuda_namespace
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.waits import watch_moments
 from headrace.source_lines import HEADRACE
@@ -245,7 +245,7 @@ def at_next_line(then: Callable[[], object]) -> None:
 @contextmanager
 def watching_edges(edges: Edges) -> Iterator[None]:
     """Tell `edges` of host waits, of copies to the device, and of graphs inside the block."""
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     with ExitStack() as stack:
         stack.enter_context(watch_moments(edges.pause, edges.resume, edges.pause_hidden))
         for name in ("to", "cuda", "copy_"):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from headrace.capture import can_be_fused
-from headrace.device import Device, chrome_trace, is_profiling, open_device
+from headrace.device import Device, chrome_trace, cuda_namespace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.loaders import LoaderFacts, Loaders
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
@@ -498,7 +498,7 @@ class Session:
 
     def _accelerator(self) -> Device | None:
         """The GPU of the weights that are trained; None if they are on the CPU."""
-        cuda: Any = torch.get_device_module("cuda")
+        cuda: Any = cuda_namespace()
         if not (cuda.is_initialized() and cuda.is_available()):
             return None
         places = self._weights_places()

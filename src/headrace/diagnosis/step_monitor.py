@@ -20,9 +20,9 @@ from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from headrace.device import cuda_namespace
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import StepFinder, watch_steps
 from headrace.diagnosis.waits import users_frames, wait_at
@@ -192,7 +192,7 @@ class StepMonitor:
 
 
 def _memory() -> int | None:
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     if not (cuda.is_available() and cuda.is_initialized()):
         return None
     return int(cuda.memory_allocated())

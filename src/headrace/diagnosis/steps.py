@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from headrace.device import cuda_namespace
 from headrace.diagnosis.replacing import replaced
 from headrace.errors import ProgramError
 
@@ -224,7 +225,7 @@ def watch_steps(
     # a kind then gets the number that the first one had before.
     free: defaultdict[Hashable, list[int]] = defaultdict(list)
     finalizers: list[Any] = []
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     graph = cuda.CUDAGraph
     replay = graph.replay
     tell_before = before_call or (lambda: None)
@@ -296,7 +297,7 @@ def watch_backward(on_backward: Callable[[], object]) -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from headrace import main_program
-from headrace.device import Device
+from headrace.device import Device, cuda_namespace
 from headrace.diagnosis.forms import (
     FORMS,
     Expression,
@@ -265,7 +265,7 @@ def _explicit_waits(
     """Calls that say that they wait, replaced by what `telling` makes of each, given its name.
     Functions are replaced below `torch.cuda`, since a script may have imported its functions by
     name."""
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     driver: Any = torch._C
     with ExitStack() as stack:
         for owner, name, operation in (
@@ -311,7 +311,7 @@ def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
     """Call `on_wait` for each wait on the fake device inside the block. The device reports hidden
     waits itself; for explicit ones, its methods are replaced."""
     fake: Any = device
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     synchronize, wait, empty_cache = fake.synchronize, fake.wait, cuda.empty_cache
 
     def tell(operation: str) -> None:
@@ -348,7 +348,7 @@ def _cuda_waits(
 ) -> Iterator[None]:
     """Operations that PyTorch reports, before they wait. It warns, so the warning is taken out of
     the way of the user's filters and handlers; every other warning goes its usual way."""
-    cuda: Any = torch.get_device_module("cuda")
+    cuda: Any = cuda_namespace()
     module: Any = warnings
     original, mode = module._showwarnmsg, cuda.get_sync_debug_mode()
     add_filter = module.filterwarnings

@@ -528,7 +528,7 @@ class FakeDevice(host_threads.Hosts):
         if self._keep_timeline:
             trace.set_spans(self._spans[first:], self.launches - launches, from_ns=from_ns)
         else:
-            trace.missing = "the fake device was made with keep_timeline=False"
+            trace.give_up("the fake device was made with keep_timeline=False")
 
     def _pay_launch(self) -> None:
         self.launches += 1

@@ -68,12 +68,15 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         #: Whether there are other ranks. No property: each step reads it several times.
         self.several = self.size > 1
-        #: What resumes the run, for the error that names a lost rank; "" if nothing does.
         self.resume_command = ""
         self._timeout_s = timeout_s
         # Not the gradients' group: NCCL cannot send host memory, and all ranks must call a group's
         # collectives in the same order, which there DDP's hooks decide.
         self._hosts = self._new_group() if self.several else None
+
+    def resume_with(self, command: str) -> None:
+        """Set what resumes the run, for the error that names a lost rank."""
+        self.resume_command = command
 
     @classmethod
     def of(cls, group: Any, *, timeout_s: float | None = None) -> Ranks:

@@ -86,7 +86,7 @@ class WorkMeasurer:
         )
         if timing is None:
             return _failed(contestant.error or "unknown error", contestant.peak_bytes)
-        contestant.timings = [timing]
+        contestant.timings.append(timing)
         # It ran like the plan without graphs or compile, which the search tries as well.
         if contestant.graphs is not None and contestant.graphs["why"] is not None:
             why = f"launched one by one, not as a graph: {contestant.graphs['why']}"
@@ -121,7 +121,6 @@ class WorkMeasurer:
             self._comparison = self._first_comparison()
         contestant.compare_losses(self._comparison.compare)
         if contestant.error is not None and contestant.error.startswith(_OUT_OF_MEMORY):
-            contestant.error = None
             self._pool.close()
             contestant.compare_losses(self._comparison.compare)
 

@@ -1,0 +1,191 @@
+"""Exceptions from the rules in `test_layering.py` and `test_tests.py`. These tables only shrink."""
+
+from __future__ import annotations
+
+#: Modules that have no test module of their own, by the one that tests them.
+TESTED_IN = {
+    "bench/test_runner.py": ("bench/environment.py", "bench/plan_results.py"),
+    "bench/tune/test_tuning.py": ("bench/tune/settings.py", "cli/tune.py"),
+    "bench/works/test_work.py": ("bench/works/lookup.py",),
+    "capture/test_graphed_model.py": (
+        *("capture/backward_watch.py", "capture/gradients.py", "capture/memory.py"),
+        *("capture/nested.py", "capture/report.py"),
+    ),
+    "capture/test_graphed_update.py": ("capture/learning_rates.py",),
+    "capture/test_reading.py": (
+        *("capture/bytecode.py", "capture/calls.py", "capture/known.py", "capture/lookup.py"),
+        *("capture/users_code.py", "capture/walk.py"),
+    ),
+    "capture/test_recheck.py": ("capture/places.py",),
+    "cli/test_bench.py": ("bench/text.py", "cli/options.py"),
+    "cli/test_program.py": (
+        *("cli/doctor.py", "cli/plan.py", "cli/report.py", "cli/settings.py"),
+        *("cli/prepare.py", "cli/train.py"),
+    ),
+    "data/test_prefetcher.py": (
+        *("data/loader_state.py", "data/transfer.py", "data/used_iterators.py"),
+    ),
+    "device/test_base.py": (
+        *("device/accelerator.py", "device/determinism.py", "device/graph.py", "device/trace.py"),
+    ),
+    "diagnosis/test_session.py": ("diagnosis/block.py", "diagnosis/replacing.py"),
+    "engine/test_engine.py": (
+        *("engine/accelerate_wrappers.py", "engine/clipping.py", "engine/ema.py"),
+        *("engine/loss_function.py", "engine/loss_output.py", "engine/loss_watch.py"),
+        *("engine/nonfinite.py", "engine/results.py", "engine/tally.py", "engine/update.py"),
+        "engine/host_sync.py",
+    ),
+    "engine/test_group.py": ("engine/group_weight.py",),
+    "engine/test_step_graphs.py": ("engine/graph_state.py", "engine/graph_timing.py"),
+    "fake/test_fake_cuda.py": (
+        *("fake/cuda/block.py", "fake/cuda/device.py", "fake/cuda/legacy.py"),
+        *("fake/cuda/namespace.py", "fake/cuda/random.py", "fake/cuda/replacing.py"),
+        *("fake/cuda/state.py", "fake/cuda/streams.py", "fake/cuda/tensors.py"),
+        *("fake/orders.py", "fake/pytest_plugin.py", "fake/program.py"),
+    ),
+    "fake/test_device.py": ("fake/costs.py", "fake/faults.py"),
+    "fake/test_graphs.py": ("fake/branches.py",),
+    "fake/test_memory.py": (
+        *("fake/function_mode.py", "fake/numpy_views.py", "fake/raw_memory.py"),
+    ),
+    "integrations/test_lightning.py": ("integrations/lightning_values.py",),
+    "integrations/test_transformers.py": ("integrations/transformers_values.py",),
+    "capture/test_parts.py": ("capture/accelerated.py",),
+    "lifecycle/test_metrics.py": ("lifecycle/usage_log.py",),
+    "machine/test_monitor.py": ("device/sensors.py",),
+    "progress/test_progress_line.py": ("progress/recent_loss.py",),
+    "progress/test_status_line.py": ("progress/display.py",),
+    "races/test_checker.py": ("races/entries.py", "races/history.py", "races/race.py"),
+    "races/test_cuda_programs.py": ("fake/cuda/fixes.py", "races/source.py"),
+    "cli/test_races.py": ("races/pages.py", "records/races.py"),
+    "cli/test_diagnose.py": ("records/diagnosis.py",),
+    "diagnosis/test_comparison.py": ("records/comparison.py",),
+    "records/test_bench.py": (
+        *("records/environment.py", "records/reading.py", "records/result_file.py"),
+        "records/scores.py",
+    ),
+    "report/test_writing.py": (
+        *("report/charts.py", "report/environment.py", "report/lines.py", "report/sensors.py"),
+        *("report/timelines.py", "report/train_page.py", "report/tune_page.py", "text_table.py"),
+    ),
+    "scenarios/faults/test_faults.py": ("engine/halving.py", "engine/memory_error.py"),
+    "scenarios/ranks/test_ranks.py": ("checkpoint/sharded.py",),
+    "translation/corpus/test_pair_formats.py": ("translation/corpus/text_files.py",),
+    "translation/test_export.py": ("cli/export.py",),
+}
+
+#: Fields that a module sets of objects of Python, PyTorch and other libraries, or of its own
+#: storage for each thread.
+FIELDS_OF_LIBRARIES = {
+    "bench/contestants.py": ("log.propagate",),
+    "child_processes.py": ("_main_thread.is_this",),
+    "cli/settings.py": ("command.__annotations__", "command.__signature__"),
+    "data/source.py": ("self._loader.end_of_dataloader",),
+    "device/cuda.py": (
+        *("cudnn.allow_tf32", "matmul.allow_tf32", "switch.fp32_precision"),
+        "graphs._cuda_isCurrentStreamCapturing",
+    ),
+    "device/determinism.py": ("cudnn.benchmark", "cudnn.deterministic"),
+    "device/stream_manager.py": ("self._thread.before",),
+    "diagnosis/segments.py": ("frame.f_trace", "one.f_trace"),
+    "diagnosis/steps.py": ("finalizers[-1].atexit", "frame.f_trace", "frame.f_trace_lines"),
+    "engine/loss_watch.py": ("torch.autograd.backward",),
+    "engine/nonfinite.py": ("optimizer.found_inf",),
+    "engine/schedules.py": ("self._scheduler.restore_lr", "wrapper._opt_called"),
+    "fake/cuda/namespace.py": ("copied.__kwdefaults__",),
+    "fake/cuda/replacing.py": ("old.__code__", "old.__new__"),
+    "fake/device.py": ("self._thread.modes",),
+    "fake/host_threads.py": ("_TracedDeque.__name__", "thread._headrace_ends", "thread.run"),
+    "integrations/lightning_values.py": ("one.meta.prog_bar",),
+    "integrations/transformers.py": ("config.non_blocking",),
+    "integrations/transformers_values.py": (
+        *("control.should_log", "self._trainer.state.num_input_tokens_seen"),
+        *("state.global_step", "trainer._globalstep_last_logged", "trainer._total_loss_scalar"),
+    ),
+    "lifecycle/signals.py": ("self._timer.daemon",),
+    "main_program.py": (
+        *("one.__traceback__", "os._exit", "os.execv", "os.execve", "sys.argv", "sys.excepthook"),
+        *("sys.stderr", "sys.stdout", "threading.excepthook"),
+    ),
+    "parallel/models.py": ("model.require_backward_grad_sync", "module.training"),
+    "parallel/ranks.py": ("dist.destroy_process_group",),
+    "progress/display.py": ("console.file", "self._bar.bar_width", "sys.stderr", "sys.stdout"),
+    "schema.py": (
+        *("_REPR.maxdict", "_REPR.maxlevel", "_REPR.maxlist", "_REPR.maxlong", "_REPR.maxother"),
+        *("_REPR.maxset", "_REPR.maxstring", "_REPR.maxtuple"),
+    ),
+    "translation/export.py": (
+        *("decoder.embeddings.weight", "decoder.projection.bias", "decoder.projection.weight"),
+        *("encoder.embeddings[0].weight", "part.beta", "part.bias", "part.gamma", "part.weight"),
+        *("side.position_encodings.encodings", "side.scale_embeddings"),
+        *("spec.config.add_source_eos", "spec.config.bos_token", "spec.config.eos_token"),
+        *("spec.config.decoder_start_token", "spec.config.unk_token"),
+    ),
+    "translation/model.py": ("self.output.weight",),
+}
+
+#: Fields that a module sets of objects of other modules.
+FIELDS_OF_OTHERS = {
+    "diagnosis/block.py": ("session.seen.is_block",),
+    "diagnosis/recorded.py": ("measured.python_lines", "seen.measured", "seen.measured.loader"),
+    "diagnosis/script.py": ("self._session.seen.signal",),
+    "diagnosis/waits.py": ("in_call.waits",),
+    "engine/engine.py": ("self._non_finite.skipped",),
+    "fake/cuda/device.py": ("self.checker.missing_call",),
+    "fake/cuda/namespace.py": ("state.device().sync_debug_mode",),
+    "fake/cuda/streams.py": ("made._is_assigned",),
+    "fake/device.py": (
+        *("actor.time_ns", "host.time_ns", "self.host().time_ns", "self.pinned._lock"),
+        *("self.checker.limit_bytes", "self.checker.peak_device_bytes"),
+    ),
+    "fake/host_threads.py": ("host.name", "host.time_ns", "mine.time_ns"),
+    "fake/streams.py": ("actor.time_ns",),
+    "races/checker.py": ("entry.freed",),
+}
+
+#: Classes of which methods set more than eight fields again, and how many.
+SET_AGAIN = {
+    "capture/graphed_model.py: GraphedModel": 19,
+    "capture/graphed_update.py: GraphedUpdate": 11,
+    "capture/turns.py: Turns": 9,
+    "data/prefetcher.py: PrefetchIterator": 11,
+    "diagnosis/step_monitor.py: StepMonitor": 9,
+    "diagnosis/steps.py: StepFinder": 10,
+    "engine/engine.py: Engine": 18,
+    "engine/tally.py: Tally": 9,
+}
+
+#: Modules of more than 240 lines.
+LONG = {
+    *("diagnosis/step_monitor.py", "engine/ladder.py"),
+    *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
+    *("bench/works/work.py", "capture/cache.py", "capture/function.py", "capture/gradients.py"),
+    *("capture/graphed_model.py", "capture/graphed_update.py", "capture/guards.py"),
+    *("capture/outputs.py", "capture/parts.py", "capture/places.py", "capture/trace.py"),
+    *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
+    *("cli/diagnose.py", "data/buckets.py", "data/prefetcher.py", "data/source.py"),
+    *("device/base.py", "device/cuda.py", "device/ledger.py", "diagnosis/breakdown.py"),
+    *("diagnosis/explanation.py", "diagnosis/forms.py", "diagnosis/recorded.py"),
+    *("diagnosis/segments.py", "diagnosis/session.py", "diagnosis/steps.py"),
+    *("diagnosis/trace.py", "diagnosis/trace_file.py", "diagnosis/waits.py"),
+    *("diagnosis/what_if.py", "diagnosis/without_cupti.py", "engine/build.py", "engine/carry.py"),
+    *("engine/compiled.py", "engine/deferred.py", "engine/engine.py"),
+    *("engine/graphed_function.py", "engine/group.py", "engine/loop.py", "engine/loss_watch.py"),
+    *("engine/resume.py", "engine/schedules.py", "engine/step.py", "engine/step_graphs.py"),
+    *("engine/stored_state.py", "fake/autograd.py", "fake/collectives.py"),
+    *("fake/cuda/namespace.py", "fake/cuda/streams.py", "fake/device.py"),
+    *("fake/dispatch_mode.py", "fake/function_mode.py", "fake/graphs.py", "fake/host_threads.py"),
+    *("lifecycle/folder.py", "lifecycle/metrics.py", "machine/doctor.py", "machine/monitor.py"),
+    *("main_program.py", "parallel/ranks.py", "plan.py", "progress/display.py"),
+    *("progress/progress_line.py", "races/checker.py", "races/operators.py", "races/race.py"),
+    *("records/bench.py", "report/bench_page.py", "report/train_page.py", "schema.py"),
+    *("translation/build.py", "translation/corpus/batches.py", "translation/corpus/corpus.py"),
+    *("translation/corpus/encoded.py", "translation/corpus/packed.py"),
+    *("translation/corpus/pair_formats.py", "translation/corpus/prepare.py"),
+    *("translation/decode.py", "translation/model.py", "translation/settings.py"),
+    "translation/trainer.py",
+}
+
+#: Class names that stand in two modules.
+CLASSES_TWICE = {"Comparison", "Instruction", "SpeedUp", "StepTrace", "Turns", "Work"}
+CLASSES_TWICE |= {"_Block", "_Gradients", "_Operation", "_Sum"}
