@@ -25,7 +25,7 @@ from frameworks.training import (
 )
 from headrace.device import Device
 from headrace.errors import StepError
-from headrace.fake import FakeDevice
+from headrace.fake import FakeDevice, fake_cuda
 
 accelerate = needs("accelerate")
 data_loaders = needs("accelerate.data_loader")
@@ -266,3 +266,77 @@ class TestWhatIsRefused:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         hr.Engine(model, optimizer, loss_of, scheduler=scheduler).epoch(shuffled())
         assert optimizer.param_groups[0]["lr"] == 0.001 * 0.5**2
+
+
+def sped_up_loop(when: str | None, **settings: Any) -> tuple[Any, ...]:
+    """Accelerate's loop on a GPU, with `hr.speed_up` before or after `prepare`, or without it."""
+    with fake_cuda():
+        accelerator = accelerate.Accelerator(**settings)
+        model = classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+        handle = hr.speed_up(model, optimizer) if when == "before" else None
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            model, optimizer, scheduler, shuffled(36)
+        )
+        if when == "after":
+            handle = hr.speed_up(model, optimizer)
+        seeded(5)
+        losses, skipped = [], []
+        for _ in range(EPOCHS):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, batch)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(accelerator.gather(loss).mean().item())
+                skipped.append(accelerator.optimizer_step_was_skipped)
+        report = None if handle is None else handle.report()
+        saved = accelerator.get_state_dict(model)
+        found = losses, skipped, {name: one.cpu() for name, one in saved.items()}, report
+        if handle is not None:
+            handle.close()
+        seeded(6)
+        loss_of(model, batch).backward()
+        optimizer.step()  # its own again
+        assert handle is None or handle.report().parts[1].replays == report.parts[1].replays
+    forget_accelerators()
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mixed_precision": "bf16", "gradient_accumulation_steps": 2},
+        {"mixed_precision": "fp16"},
+        {},
+    ],
+)
+def test_speed_up_before_or_after_prepare(when: str, settings: Any) -> None:
+    losses, skipped, expected, _ = sped_up_loop(None, **settings)
+    found, also_skipped, given, report = sped_up_loop(when, **settings)
+    assert found == losses
+    assert also_skipped == skipped
+    assert_same(given, expected)
+    assert [part.name for part in report.parts] == ["Sequential", "AdamW"]
+    assert [part.captures for part in report.parts] == [1, 1], str(report)
+    assert all(part.replays > 3 for part in report.parts)
+
+
+def test_speed_up_of_what_stays_on_the_cpu() -> None:
+    """Where there is a GPU, a model on the CPU may be moved later. If it is not, it stays eager."""
+    with fake_cuda():
+        model = classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with hr.speed_up(model, optimizer) as handle:
+            for batch in shuffled():
+                loss_of(model, batch).backward()
+                optimizer.step()
+            model_part, update = handle.report().parts
+        assert "some of its parameters or buffers are not on cuda:0" in str(model_part.why)
+        assert update.replays == 0

@@ -139,6 +139,8 @@ class GraphedUpdate:
         state = StepState(device, self._step, (), (optimizer,))
         if (obstacle := state_obstacle(state)) is not None:
             raise CaptureError(obstacle)
+        if not all(map(device.holds, state.parameters())):
+            raise CaptureError(f"some of its parameters are not on {device}")
         if self._pool is None:
             self._pool = device.graph_pool()
         first, before_bytes = self._capturable is None, device.memory().reserved

@@ -28,7 +28,7 @@ from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
 from headrace.capture.report import Way
 from headrace.data import prefetch
-from headrace.device import Device, open_device
+from headrace.device import Device, available_devices, open_device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
 
@@ -182,7 +182,8 @@ def speed_up(
 
     - `loader`: wrapped by `prefetch`; iterate over `.loader` of what this returns.
     - `compile`: compile the models with `torch.compile` first.
-    - `device`: where they train. Default: the device of the first parameter.
+    - `device`: where they train. Default: the device of the first parameter; if that is the CPU and
+      no `loader` is given, the accelerator that they may be moved to before the first step.
     - `after`: how many calls with a shape run eagerly before it is captured.
     - `shapes`: how many graphs a model has at most.
     - `recheck`: at its replays 10, 30, 100, 300 and then after each `recheck` of them, a graph is
@@ -202,7 +203,11 @@ def speed_up(
             f"speed_up: shapes = {shapes}, after = {after}, recheck = {recheck}; expected at least "
             "1 for the first two, and 0 or more"
         )
-    opened = open_device(_device_of(models, optimizers) if device is None else device)
+    if device is None:
+        device = _device_of(models, optimizers)
+        if device.type == "cpu" and loader is None:
+            device = available_devices()[0].partition(":")[0]  # the current one of its kind
+    opened = open_device(device)
     off = None
     if os.environ.get(PLAN_VARIABLE) == "baseline":
         off = f"{PLAN_VARIABLE}=baseline is set"
