@@ -1,8 +1,8 @@
 """No cycles between files, one seam to `torch.cuda`, no host wait hides outside the seam, tensors
 name their device, and nobody writes another's fields.
 
-The order of the rooms and their faces are import-linter's (pyproject.toml, `make check`). Files,
-classes and methods that CONTRIBUTING.md names are there.
+The order of the packages and what they export are import-linter's (pyproject.toml, `make check`).
+Files, classes and methods that CONTRIBUTING.md and docs/architecture.md name are there.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def test_what_names_torch_cuda(code: str, names: bool) -> None:
     assert any(map(names_torch_cuda, ast.walk(ast.parse(code)))) is names
 
 
-def test_what_contributing_names_is_there() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_what_the_pages_for_contributors_name_is_there() -> None:
+    pages = ("CONTRIBUTING.md", "docs/architecture.md")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     for file in re.findall(r"`([\w/]+/\w+\.py)`", text):
         assert any((folder / file).is_file() for folder in (PACKAGE, ROOT)), file
     methods: dict[str, set[str]] = {}
@@ -111,7 +112,7 @@ def test_what_contributing_names_is_there() -> None:
             if isinstance(node, ast.ClassDef):
                 own = (one.name for one in node.body if isinstance(one, ast.FunctionDef))
                 methods.setdefault(node.name, set()).update(own)
-    for name, method in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", text):
+    for name, method in re.findall(r"`([A-Z][a-z]\w+)(?:\.(\w+))?`", text):
         assert name in methods, name
         assert not method or method in methods[name], f"{name}.{method}"
 
