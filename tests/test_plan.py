@@ -15,8 +15,8 @@ from headrace.errors import PlanError
 from headrace.plan import PRESETS, LoaderPlan, Plan, load_plan, presets_table
 
 
-def test_the_presets_are_the_seven_schemes() -> None:
-    names = ["baseline", "interval", "event", "streams4", "pipeline", "graph", "max"]
+def test_the_presets_are_the_seven_schemes_and_auto() -> None:
+    names = ["baseline", "interval", "event", "streams4", "pipeline", "graph", "max", "auto"]
     assert list(PRESETS) == names
     assert [PRESETS[name].name for name in names] == names
 
@@ -30,6 +30,7 @@ def test_the_presets_are_the_seven_schemes() -> None:
         ("streams4", {"streams": 4, "sync": "event", "split_backward": True}),
         ("pipeline", {"sync": "none", "prefetch_depth": 2, "graphs": "off", "compile": False}),
         ("graph", {"sync": "none", "graphs": "on", "compile": False}),
+        ("auto", {"graphs": "auto", "compile": False, "sync": "none"}),
         ("max", {"sync": "none", "graphs": "on", "compile": True}),
     ],
 )
@@ -191,4 +192,4 @@ def test_tables_show_every_field() -> None:
     side_by_side = presets_table().splitlines()
     assert side_by_side[0].split() == ["field", *PRESETS]
     (depths,) = [line for line in side_by_side if "prefetch_depth" in line]
-    assert depths.split()[1:] == ["0", "1", "1", "2", "2", "2", "2"]
+    assert depths.split()[1:] == ["0", "1", "1", "2", "2", "2", "2", "2"]

@@ -8,7 +8,7 @@ Or let the engine run the loop:
 
     import headrace as hr
 
-    engine = hr.Engine(model, optimizer, loss_fn, plan="pipeline")
+    engine = hr.Engine(model, optimizer, loss_fn)
     for epoch in range(10):
         result = engine.epoch(loader)
         print(result.mean_loss, result.waits.table())

@@ -69,7 +69,9 @@ class Plan(Checked):
     )
     split_backward: bool = choice(False, "run backward and optimizer on a separate stream")
     graphs: Literal["off", "on", "auto"] = choice(
-        "off", "capture the whole step as a graph and replay it; auto: only if that is faster"
+        "off",
+        "capture the step, or else its parts, as graphs and replay them; auto: only if that is "
+        "faster and gives the same bits",
     )
     graph_shapes: int = whole(
         16, 1, 4096, "maximum batch shapes that have a graph; the least used is dropped"
@@ -259,7 +261,7 @@ def presets_table() -> str:
 
 #: The presets. `baseline` is the loop most people write; `interval`, `event` and `streams4` are
 #: what is usually recommended; `pipeline` waits only to limit its run-ahead; `graph` and `max` also
-#: launch the whole step at once.
+#: launch the whole step at once; `auto` is `pipeline` or `graph`, whichever is faster.
 PRESETS: dict[str, Plan] = {
     plan.name: plan
     for plan in (
@@ -293,5 +295,6 @@ PRESETS: dict[str, Plan] = {
         # 4, not 8: when the driver's launch queue is full, a launch spins on the CPU until it fits.
         Plan(name="graph", streams=3, graphs="on", run_ahead_steps=4),
         Plan(name="max", streams=3, graphs="on", run_ahead_steps=4, compile=True),
+        Plan(name="auto", streams=3, graphs="auto", run_ahead_steps=4),
     )
 }

@@ -20,7 +20,7 @@ from headrace.plan import Plan
 from support.training.engines import data, loss, make_engine, make_model, same, weights
 
 GRAPH = Plan.preset("graph")
-AUTO = GRAPH.replace(graphs="auto", name="auto")
+AUTO = Plan.preset("auto")
 #: Launching a kernel takes longer than running it, as in small models; and the other way round.
 LAUNCH_BOUND, BUSY = Costs(kernel_us=2, launch_us=30), Costs(kernel_us=20, launch_us=0)
 

@@ -26,11 +26,13 @@ class PlanEntry:
 
 
 def plans_here(device: Device) -> list[str]:
-    """The presets that the device supports."""
+    """The presets that the device supports, but for `auto`, which is one of two others."""
     return [
         name
         for name, plan in PRESETS.items()
-        if (plan.graphs == "off" or device.captures) and (not plan.compile or device.compiles)
+        if plan.graphs != "auto"
+        and (plan.graphs == "off" or device.captures)
+        and (not plan.compile or device.compiles)
     ]
 
 

@@ -25,7 +25,9 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
     times = step_times(contestant.timings)
     waits, blocked_ms, data_ms = _waits(contestant.timings)
     notes = tuple(contestant.notes)
-    why_not = None if contestant.graphs is None else contestant.graphs["why"]
+    why_not, way = None, "eager"
+    if contestant.graphs is not None:
+        why_not, way = contestant.graphs["why"], contestant.graphs["way"]
     asked = (
         contestant.entry is not None
         and contestant.entry.plan.graphs != "off"
@@ -34,7 +36,8 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
     if asked and contestant.graphs is None and not contestant.notes:
         why_not = "this device captures no graphs"  # the engine warns only once per device
     if why_not is not None and not any(why_not in note for note in notes):
-        notes += (f"launched one by one, not as a graph: {why_not}",)
+        ran = "launched one by one" if way == "eager" else f"its {way} captured"
+        notes += (f"{ran}, not as a graph: {why_not}",)
     uncompiled = None if contestant.compiled is None else contestant.compiled["why"]
     if uncompiled is not None and not any(uncompiled in note for note in notes):
         notes += (f"the step is not compiled: {uncompiled}",)

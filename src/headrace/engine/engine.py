@@ -49,7 +49,7 @@ Steps = Generator[Progress, None, None]
 class Engine:
     """Trains a model under a plan.
 
-        engine = Engine(model, optimizer, loss_fn, plan="pipeline")
+        engine = Engine(model, optimizer, loss_fn)
         for epoch in range(10):
             result = engine.epoch(loader)
             print(result.mean_loss, result.waits.table())
@@ -63,7 +63,8 @@ class Engine:
             optionally `weight` (how many samples or tokens the loss is a mean over), metrics, and
             `outputs`: tensors of any shape that stay on the device and are handed out with the
             batch's values (`DeferredValues.outputs`, `on_outputs`).
-        plan: A `Plan`, a preset's name, a dict of fields, or the path of a YAML file.
+        plan: A `Plan`, a preset's name, a dict of fields, or the path of a YAML file. [default:
+            "auto", which compares `pipeline` and `graph` on the first batches and keeps the faster]
         device: Where to train. [default: the model's device; a warning says if that is the CPU,
             and there is a GPU]
         scheduler: A learning-rate scheduler of PyTorch, transformers or timm, also one prepared by
@@ -110,7 +111,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
-        plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
+        plan: Plan | str | Path | Mapping[str, Any] = "auto",
         device: Device | str | torch.device | None = None,
         scheduler: Scheduler | None = None,
         scheduler_every: SchedulerInterval = "step",
@@ -174,7 +175,7 @@ class Engine:
         step: StepFunction,
         *,
         device: Device | str | torch.device = "auto",
-        plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
+        plan: Plan | str | Path | Mapping[str, Any] = "auto",
         carry: Any = None,
         deterministic: bool = False,
         nvtx: bool = False,
@@ -457,8 +458,8 @@ class Engine:
 
     @property
     def graphs(self) -> GraphReport | None:
-        """How many graphs were captured and replayed; None if the plan has none, or the device
-        supports none."""
+        """How steps run (`way`), and why not as the whole step in one graph; None if the plan has
+        no graphs, or the device supports none."""
         graphs = self._builder.graphs
         return None if graphs is None else graphs.report()
 

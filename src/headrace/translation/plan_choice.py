@@ -38,7 +38,7 @@ def choose_plan(
     The preset must be settled, since a large model pays for compiling earlier than a small one.
     """
     named = os.environ.get(PLAN_VARIABLE, "")
-    if named in PRESETS:
+    if named in PRESETS and named != "auto":
         return PlanChoice(named, f"{PLAN_VARIABLE} names it")
     why_eager = _why_eager(settings, ranks, device)
     if why_eager is not None:

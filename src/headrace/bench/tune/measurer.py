@@ -88,8 +88,9 @@ class WorkMeasurer:
             return _failed(contestant.error or "unknown error", contestant.peak_bytes)
         contestant.timings.append(timing)
         # It ran like the plan without graphs or compile, which the search tries as well.
-        if contestant.graphs is not None and contestant.graphs["why"] is not None:
-            why = f"launched one by one, not as a graph: {contestant.graphs['why']}"
+        graphs = contestant.graphs
+        if graphs is not None and graphs["why"] is not None and graphs["way"] == "eager":
+            why = f"launched one by one, not as a graph: {graphs['why']}"
             return Measurement(None, peak_memory_bytes=contestant.peak_bytes, failed=why)
         if contestant.compiled is not None and contestant.compiled["why"] is not None:
             why = f"the step is not compiled: {contestant.compiled['why']}"
