@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,11 @@ from headrace.fake import fake_cuda
 
 lightning = needs("lightning")
 callbacks = needs("lightning.pytorch.callbacks")
+DDPStrategy = needs("lightning.pytorch.strategies").DDPStrategy
 CSVLogger = needs("lightning.pytorch.loggers").CSVLogger
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    logging.getLogger(_package).setLevel(logging.ERROR)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
@@ -136,7 +139,8 @@ def fit(
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    with fake_cuda() as device, contextlib.redirect_stdout(None):
+    # Lightning makes DDP's copies on a stream that nothing waits for: a race of its own.
+    with fake_cuda(check="strategy" not in options) as device, contextlib.redirect_stdout(None):
         seeded(0)
         module, waits = kind(), Waits(device)
         graphs = [hr.lightning.SpeedUp()] if sped_up else []
@@ -260,6 +264,53 @@ def test_batches_are_copied_ahead_unless_the_module_moves_them(
     caplog.clear()
     compare(tmp_path, Module, max_steps=4)
     assert "are not copied ahead" not in caplog.text
+
+
+def test_under_ddp_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # Lightning names this rank there
+    runs = []
+    for sped_up in (False, True):
+        strategy = DDPStrategy(process_group_backend="gloo")
+        try:
+            runs.append(fit(sped_up, tmp_path, strategy=strategy, max_steps=6))
+        finally:
+            torch.distributed.destroy_process_group()
+    alone, run = runs
+    assert (run.losses, run.logged, run.metrics) == (alone.losses, alone.logged, alone.metrics)
+    assert_same(run.weights, alone.weights)
+    assert "wrapped in DDP, which averages gradients by hooks" in run.report
+
+
+def test_the_other_package_of_lightning(tmp_path: Path) -> None:
+    """`pytorch_lightning` is the same code under another name, with classes of its own."""
+    other = needs("pytorch_lightning")
+
+    class Other(other.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.losses = network(), []
+
+        training_step = Module.training_step
+        configure_optimizers = Module.configure_optimizers
+
+    losses = []
+    for graphs in ([], [hr.lightning.SpeedUp()]):
+        with fake_cuda():
+            seeded(0)
+            module = Other()
+            other.Trainer(
+                max_epochs=1,
+                accelerator="gpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=graphs,
+            ).fit(module, DataLoader(samples(24), 4))
+            losses.append([one.item() for one in module.losses])
+    assert losses[0] == losses[1]
+    assert "2 replays" in str(graphs[0].report())
 
 
 def test_without_a_gpu_it_does_nothing_and_says_so(

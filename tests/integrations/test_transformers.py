@@ -234,7 +234,9 @@ def test_a_log_of_the_subclass_gets_values_at_their_step(
             super().log(logs | {"collected": self.steps}, *arguments)
 
     caplog.set_level("INFO", "headrace")
-    compare(tmp_path, Collects, logging_steps=2)
+    alone, sped_up = compare(tmp_path, Collects, logging_steps=2)
+    assert alone.waits
+    assert sped_up.waits == []  # between the steps that log
     assert "Collects has a method log of its own" in caplog.text
 
 

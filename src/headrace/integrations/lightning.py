@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headrace.capture import SpeedUp as Handle
 from headrace.capture import SpeedUpReport, speed_up
@@ -192,11 +192,16 @@ def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 
 def _why_not_ahead(trainer: Trainer, module: LightningModule) -> str | None:
     """Why Lightning itself must move the batches; None if they can be copied ahead of use."""
-    for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
+    for owner in filter(None, (module, trainer.datamodule)):
         for name in _TRANSFER_HOOKS:
-            if owner is not None and getattr(type(owner), name) is not getattr(base, name):
+            if not _is_lightnings(getattr(type(owner), name)):
                 return f"{type(owner).__name__}.{name} moves or changes them"
     return None
+
+
+def _is_lightnings(method: Any) -> bool:
+    """Whether a method is the framework's own, under either name of its package."""
+    return method.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 class _Ahead(Prefetcher):

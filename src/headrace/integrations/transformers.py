@@ -117,7 +117,7 @@ class SpeedUpTrainer:
         if self._logs is not None:
             self._logs.deliver()
         loss = self._step(*args, **kwargs)
-        filters = self._logs is not None and self._trainer.args.logging_nan_inf_filter
+        filters = self._trainer.args.logging_nan_inf_filter
         return as_filtered(loss, self._trainer) if filters else loss
 
     def _begin_parts(self, model: torch.nn.Module) -> None:
