@@ -70,12 +70,14 @@ class Runs:
             process.kill()
             process.join()
         result = base / "result.json"
+        found: dict[str, Any] = {}
         if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text())
+            found = json.loads(result.read_text())
         else:
-            said = (base / "output").read_text(errors="replace").strip().splitlines()[-3:]
-            ended = f"{self._options.limit} s have passed, or it crashed ({process.exitcode})"
-            found = {"failed": f"{ended}: {' | '.join(said)[:300]}"}
+            found["failed"] = f"more than {self._options.limit} s, or exit {process.exitcode}"
+        if "failed" in found:
+            said = (base / "output").read_text(errors="replace").strip()
+            found["failed"] += f": {said[-600:]}"
         shutil.rmtree(base, ignore_errors=True)
         return found
 

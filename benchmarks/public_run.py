@@ -175,9 +175,11 @@ def parts(report: Any) -> list[dict[str, Any]]:
 
 
 def digest(models: list[torch.nn.Module]) -> torch.Tensor:
-    """A number for each tensor of the models, which another bit changes."""
+    """A number for each tensor of the models, which another bit changes. The host waits for none:
+    that would hide what runs in the wrong order."""
     tensors = [one for model in models for one in (*model.parameters(), *model.buffers())]
-    return torch.stack([_number(one).cpu() for one in tensors if one.numel()])
+    numbers = [_number(one) for one in tensors if one.numel()]
+    return torch.stack([one.to(numbers[0].device, non_blocking=True) for one in numbers])
 
 
 def everything() -> torch.Tensor:
@@ -249,7 +251,7 @@ def prepare(program: Program, checkouts: Path, folder: Path, small: bool) -> Non
 
     shutil.copytree(checkouts / program.checkout, folder)
     script = folder / program.script
-    if small:
+    if small and program.smaller:
         text = script.read_text()
         for one, other in program.smaller:
             if one not in text:

@@ -556,6 +556,23 @@ def test_a_backward_outside_or_inside_of_autocast(capturing: Device, inside: str
     assert replays(report) > 0
 
 
+def test_a_sparse_argument(capturing: Device) -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, neighbors: torch.Tensor) -> torch.Tensor:
+            return torch.mm(neighbors, self.linear(x))
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> Any:
+        neighbors = (x @ x.T > 0.3).float().to_sparse()
+        return model(x, neighbors).square().mean()
+
+    report = compare(capturing, lambda device: made(device, Convolution(), loss_of), 6)
+    assert "a batch holds a sparse tensor" in why(report)
+
+
 def test_two_calls_in_one_autocast_block(capturing: Device) -> None:
     """An eager loop's second call takes the casts of the first; graphs make their own."""
 

@@ -310,6 +310,11 @@ def signature(batch: Any, device: Device) -> Hashable:
                 "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad "
                 "them, and pass a mask"
             )
+        if batch.layout is not torch.strided:
+            raise CaptureError(
+                "a batch holds a sparse tensor, whose memory changes from batch to batch: pass a "
+                "dense one, or keep what uses it out of the graph"
+            )
         strides = None if batch.is_contiguous() else batch.stride()
         values = None if device.holds(batch) else _host_values(batch, device)
         return (batch.shape, batch.dtype, strides, values)
