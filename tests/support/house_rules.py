@@ -23,7 +23,8 @@ TESTED_IN = {
         *("cli/prepare.py", "cli/train.py"),
     ),
     "data/test_prefetcher.py": (
-        *("data/loader_state.py", "data/transfer.py", "data/used_iterators.py"),
+        *("data/copies.py", "data/loader_state.py", "data/prefetch_pass.py", "data/transfer.py"),
+        "data/used_iterators.py",
     ),
     "device/test_base.py": (
         *("device/accelerator.py", "device/determinism.py", "device/graph.py", "device/trace.py"),
@@ -148,7 +149,6 @@ SET_AGAIN = {
     "capture/graphed_model.py: GraphedModel": 19,
     "capture/graphed_update.py: GraphedUpdate": 11,
     "capture/turns.py: Turns": 9,
-    "data/prefetcher.py: PrefetchIterator": 11,
     "diagnosis/step_monitor.py: StepMonitor": 9,
     "diagnosis/steps.py: StepFinder": 10,
     "engine/engine.py: Engine": 18,
@@ -163,7 +163,7 @@ LONG = {
     *("capture/graphed_model.py", "capture/graphed_update.py", "capture/guards.py"),
     *("capture/outputs.py", "capture/parts.py", "capture/places.py", "capture/trace.py"),
     *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
-    *("cli/diagnose.py", "data/buckets.py", "data/prefetcher.py", "data/source.py"),
+    *("cli/diagnose.py", "data/buckets.py", "data/source.py"),
     *("device/base.py", "device/cuda.py", "device/ledger.py", "diagnosis/breakdown.py"),
     *("diagnosis/explanation.py", "diagnosis/forms.py", "diagnosis/recorded.py"),
     *("diagnosis/segments.py", "diagnosis/session.py", "diagnosis/steps.py"),

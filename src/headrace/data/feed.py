@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from headrace.data.prefetcher import Prefetcher, PrefetchIterator
+from headrace.data.prefetch_pass import PrefetchIterator
+from headrace.data.prefetcher import Prefetcher
 from headrace.device import Device, Stream
 
 
@@ -103,9 +104,10 @@ class Feed:
             weightless, ends_epoch = alignment.weightless, alignment.ends_epoch
         cursor = Cursor(own, ended, prefetched.loader_state, prefetched.rng_before)
         self._last = cursor
-        samples = 0 if weightless else prefetched.samples
+        arriving = prefetched.arriving
+        samples = 0 if weightless else arriving.samples
         return Fetched(
-            index, prefetched.batch, prefetched.nbytes, samples, cursor, weightless, ends_epoch
+            index, arriving.batch, arriving.nbytes, samples, cursor, weightless, ends_epoch
         )
 
     def has_more(self, must_know: Callable[[], bool]) -> bool:

@@ -233,7 +233,7 @@ def is_a_bound(line: Site, calls: set[str]) -> bool:
     window, copies far behind, the plan's synchronizations, blocking copies. Tests of their own
     count them."""
     file = Path(line.file).name
-    if file == "prefetcher.py" and calls == {"wait"}:
+    if file == "copies.py" and calls == {"wait"}:
         return True
     bounding = file in ("host_sync.py", "feed.py") and calls <= {"wait", "synchronize"}
     return file == "run_ahead.py" or bounding
