@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test check docs format clean
 
 install: $(STAMP)
 
@@ -39,6 +40,15 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest tests/test_layering.py tests/test_exports.py tests/test_tests.py
+
+$(DOCS_STAMP): pyproject.toml $(VENV)/.torch
+	$(PIP) --no-build-isolation -e ".[docs]"
+	touch $@
+
+# The documentation, as a folder of pages that need no network.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

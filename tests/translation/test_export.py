@@ -69,10 +69,10 @@ class TestWithCtranslate2:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         export_ctranslate2(load(run), Path("my-model"))
-        text = (ROOT / "docs" / "translation.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "translation-use.md").read_text(encoding="utf-8")
         (code,) = (block for block in text.split("```") if block.startswith("python\nimport ctr"))
         code = code.removeprefix("python\n").replace("beam_size=3", "beam_size=1")
-        exec(compile(code, "docs/translation.md", "exec"), {})
+        exec(compile(code, "docs/translation-use.md", "exec"), {})
         found = capsys.readouterr().out.splitlines()
         ours = load(run).translate(["A dog runs.", "It rains."], beam=1)
         # `translate` ends sooner where a model repeats itself, as this one does.
