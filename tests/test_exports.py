@@ -14,7 +14,7 @@ import headrace
 
 ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "fake"]
 ROOMS += ["lifecycle", "machine", "parallel", "progress", "races", "records", "report"]
-ROOMS += ["translation"]
+ROOMS += ["run", "translation"]
 
 
 @pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import thread as executors
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from headrace.errors import ProgramError
@@ -26,7 +27,9 @@ from headrace.errors import ProgramError
 _KEPT = "headrace_program"
 #: The folders whose code watches a program, and PyTorch's files through which it is called.
 _HERE = Path(__file__).parent
-_WATCHING = tuple(str(_HERE / package) + os.sep for package in ("diagnosis", "fake", "races"))
+_WATCHING = tuple(
+    str(_HERE / package) + os.sep for package in ("capture", "diagnosis", "fake", "races", "run")
+)
 _MACHINERY = tuple(
     str(Path("torch", file)) for file in ("_compile.py", "_dynamo/eval_frame.py", "_ops.py")
 )
@@ -85,9 +88,45 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
     return exit_code
 
 
-def _run(program: str, as_module: bool) -> int:
+def run_as_python(
+    program: str, arguments: Sequence[str], *, as_module: bool, before_exit: Callable[[], object]
+) -> int | None:
+    """Run a script, or a module as `python -m` does, as the last thing that this process does: what
+    the program has set stays, and signals are its own. Returns its exit code when its threads have
+    ended; None if Ctrl-C has ended it. `before_exit` is called before it leaves by `os._exit`."""
+    original, process, others = os._exit, os.getpid(), running_threads()
+
+    def exit_at_once(status: int) -> NoReturn:
+        if os.getpid() == process:
+            before_exit()
+        original(status)
+
+    folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
+    sys.argv[:] = [program, *arguments]
+    if sys.path and not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # what Python has put there for this command
+        sys.path.insert(0, folder)
+    os._exit = exit_at_once
+    sys.excepthook = sys.__excepthook__
     try:
-        if as_module:
+        with _replacement_told():
+            exit_code: int | None = _run(program, as_module, stays=True)
+    except KeyboardInterrupt as problem:
+        _print_error(problem)
+        exit_code = None
+    finally:
+        os._exit = original
+    while waited_for := running_threads() - others:
+        waited_for.pop().join()
+    return exit_code
+
+
+def _run(program: str, as_module: bool, *, stays: bool = False) -> int:
+    """Run the program and return its exit code. What `stays` is `__main__` to the end."""
+    try:
+        if stays:
+            _run_for_good(Path(program).absolute(), program if as_module else None)
+        elif as_module:
             _keep(runpy.run_module(program, _main_names(), run_name="__main__", alter_sys=True))
         else:
             _run_script(Path(program).absolute())
@@ -125,11 +164,7 @@ def _run_script(path: Path) -> None:
     if pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
         _keep(runpy.run_path(str(path), _main_names(), run_name="__main__"))
         return
-    main = ModuleType("__main__")
-    vars(main).update(_main_names(), __file__=str(path), __cached__=None)
-    with io.open_code(str(path)) as file:
-        # Not inherited: this file's `from __future__` imports.
-        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    main, code = _main_module(path), _code(path)
     ours = sys.modules["__main__"]
     sys.modules["__main__"] = main
     try:
@@ -137,6 +172,34 @@ def _run_script(path: Path) -> None:
     finally:
         sys.modules["__main__"] = ours
         _keep(vars(main))
+
+
+def _run_for_good(path: Path, module: str | None) -> None:
+    """Run a script or a module in a `__main__` that stays, as Python does."""
+    main = _main_module(path)
+    if module is not None or pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
+        if module is None:
+            sys.path[0] = str(path)
+        sys.modules["__main__"] = main
+        as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+        as_main(module or "__main__", alter_argv=module is not None)
+        return
+    vars(main)["__loader__"] = SourceFileLoader("__main__", str(path))
+    code = _code(path)
+    sys.modules["__main__"] = main
+    exec(code, vars(main))  # noqa: S102 - the program that the user named
+
+
+def _main_module(path: Path) -> ModuleType:
+    main = ModuleType("__main__")
+    vars(main).update(_main_names(), __file__=str(path), __cached__=None)
+    return main
+
+
+def _code(path: Path) -> CodeType:
+    with io.open_code(str(path)) as file:
+        # Not inherited: this file's `from __future__` imports.
+        return compile(file.read(), str(path), "exec", dont_inherit=True)
 
 
 def _main_names() -> dict[str, Any]:

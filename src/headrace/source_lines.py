@@ -65,6 +65,18 @@ def users_line() -> Site:
     return Site(innermost.f_code.co_filename, innermost.f_lineno)
 
 
+def script_line() -> Site:
+    """The line that is running now and is in no installed package: the innermost such frame. If
+    there is none, as `users_line`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_code(file) and "site-packages" not in file and "dist-packages" not in file:
+            return Site(file, frame.f_lineno)
+        frame = frame.f_back
+    return users_line()
+
+
 def users_line_inside(caller: CodeType) -> Site | None:
     """The line of the user's code that is running now, as long as `caller` called it; else None."""
     frame: FrameType | None = sys._getframe(1)

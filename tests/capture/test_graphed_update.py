@@ -115,6 +115,40 @@ def test_a_closure_and_a_plain_sgd(capturing: Device) -> None:
     assert compare(capturing, make).parts[1].replays == 4
 
 
+class Sharpness(torch.optim.SGD):
+    """Takes the gradient twice, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness])
+def test_an_optimizer_that_calls_its_closure_as_it_likes_is_eager(
+    capturing: Device, kind: Any
+) -> None:
+    def make(device: Device) -> Made:
+        model = small(4, 4, dropout=0.0).to(device.torch_device)
+        optimizer = kind(model.parameters(), lr=0.1)
+
+        def step(at: int) -> Any:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(batch(device, at)).square().mean()
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).detach()
+
+        return (model, optimizer), step
+
+    report = compare(capturing, make, 6)
+    assert report.parts[0].replays > 0
+    assert "may call its closure more than once" in str(report.parts[1].why)
+
+
 def test_an_optimizer_that_counts_on_the_host_is_eager(capturing: Device) -> None:
     def make(device: Device) -> Made:
         return loop(device, lambda p: torch.optim.Adafactor(p, lr=1e-2))

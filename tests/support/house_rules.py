@@ -29,7 +29,7 @@ TESTED_IN = {
     "device/test_base.py": (
         *("device/accelerator.py", "device/determinism.py", "device/graph.py", "device/trace.py"),
     ),
-    "diagnosis/test_session.py": ("diagnosis/block.py", "diagnosis/replacing.py"),
+    "diagnosis/test_session.py": ("diagnosis/block.py", "replacing.py"),
     "engine/test_engine.py": (
         *("engine/accelerate_wrappers.py", "engine/clipping.py", "engine/ema.py"),
         *("engine/loss_function.py", "engine/loss_output.py", "engine/loss_watch.py"),
@@ -69,6 +69,11 @@ TESTED_IN = {
         *("report/charts.py", "report/environment.py", "report/lines.py", "report/sensors.py"),
         *("report/timelines.py", "report/train_page.py", "report/tune_page.py", "text_table.py"),
     ),
+    "cli/test_run.py": ("report/run_page.py", "records/run.py", "run/settings.py"),
+    "run/test_program.py": (
+        *("run/batches.py", "run/optimizers.py", "run/parts.py", "run/result.py"),
+        *("run/session.py", "run/loaders.py", "run/moves.py"),
+    ),
     "scenarios/faults/test_faults.py": ("engine/halving.py", "engine/memory_error.py"),
     "scenarios/ranks/test_ranks.py": ("checkpoint/sharded.py",),
     "translation/corpus/test_pair_formats.py": ("translation/corpus/text_files.py",),
@@ -80,6 +85,7 @@ TESTED_IN = {
 FIELDS_OF_LIBRARIES = {
     "bench/contestants.py": ("log.propagate",),
     "child_processes.py": ("_main_thread.is_this",),
+    "cli/program.py": ("sys.excepthook",),
     "cli/settings.py": ("command.__annotations__", "command.__signature__"),
     "data/source.py": ("self._loader.end_of_dataloader",),
     "device/cuda.py": (
@@ -111,6 +117,8 @@ FIELDS_OF_LIBRARIES = {
     "parallel/models.py": ("model.require_backward_grad_sync", "module.training"),
     "parallel/ranks.py": ("dist.destroy_process_group",),
     "progress/display.py": ("console.file", "self._bar.bar_width", "sys.stderr", "sys.stdout"),
+    "run/session.py": ("log.propagate",),
+    "run/when_imported.py": ("loader.exec_module",),
     "schema.py": (
         *("_REPR.maxdict", "_REPR.maxlevel", "_REPR.maxlist", "_REPR.maxlong", "_REPR.maxother"),
         *("_REPR.maxset", "_REPR.maxstring", "_REPR.maxtuple"),

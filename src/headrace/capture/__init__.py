@@ -25,7 +25,7 @@ from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
-from headrace.capture.parts import PartReport, SpeedUp, SpeedUpReport, speed_up
+from headrace.capture.parts import PartReport, SpeedUp, SpeedUpReport, is_sped_up, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.state import StepState, unique
@@ -57,6 +57,7 @@ __all__ = [
     "describe_own_graphs",
     "fused_or",
     "is_prepared",
+    "is_sped_up",
     "map_tensors",
     "parts_of",
     "recurrent_obstacle",

@@ -61,6 +61,9 @@ _MAX_UNFINISHED_CALLS = 8
 _MAX_COUNTED_KEYS = 4096
 # After this many calls whose arguments no graph can take, the model is divided.
 _MAX_ODD_CALLS = 3
+_FIRST, _CHECKED = "the first calls of a shape", "checked again"
+_BESIDE_CHECK = "a call that is checked waits for its backward"
+_NO_GRADIENT = "its outputs have had no gradient yet"
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -220,7 +223,7 @@ class GraphedModel:
                 lane, graph = captured
                 if self._unfinished_check:
                     self._unfinished_check -= 1
-                    return self._run("a call that is checked waits for its backward", args, kwargs)
+                    return self._run(_BESIDE_CHECK, args, kwargs)
                 if self._is_check_due(graph):
                     return self._check_again(key, graph, call)
                 return self._replay(lane, graph, call, leaves)
@@ -231,7 +234,7 @@ class GraphedModel:
         self._uses[key] += 1
         if self._watch.wants(key, self._uses[key]):
             return self._run_watched(key, call)
-        return self._run("the first calls of a shape", args, kwargs)
+        return self._run(_FIRST, args, kwargs)
 
     # --- which calls ------------------------------------------------------------------------------
 
@@ -250,6 +253,8 @@ class GraphedModel:
             return "called inside a functorch transform"
         if torch.is_anomaly_enabled():
             return "anomaly detection is on"
+        if torch._C._get_tracing_state() is not None:
+            return "torch.jit.trace is tracing it"
         if _DDP._active_ddp_module is not None:
             return "called inside DistributedDataParallel, which averages gradients by hooks"
         return None
@@ -302,7 +307,7 @@ class GraphedModel:
             return self._run(why, args, kwargs)
         before, random_state = device.memory().allocated, device.random_state()
         versions = [one._version for one in guards.buffers]
-        result, trace, obstacles, known = self._run_traced("the first calls of a shape", call)
+        result, trace, obstacles, known = self._run_traced(_FIRST, call)
         seen = self._seen.setdefault(key, _Seen())
         seen.kept_bytes = max(seen.kept_bytes, device.memory().allocated - before)
         seen.draws = seen.draws or not torch.equal(random_state, device.random_state())
@@ -360,7 +365,7 @@ class GraphedModel:
 
     def _check_again(self, key: Hashable, graph: CapturedModel, call: Any) -> Any:
         """Run a call eagerly that a graph would repeat, and compare what it does."""
-        result, trace, obstacles, known = self._run_traced("checked again", call)
+        result, trace, obstacles, known = self._run_traced(_CHECKED, call)
         for output in own_tensors(result, flatten_batch(call)):
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(self._finish_check)
@@ -477,6 +482,12 @@ class GraphedModel:
         self._drop_graphs()
 
     @property
+    def unsettled(self) -> int:
+        """How many calls ran eagerly, or were captured, on the way to a graph or to check one."""
+        reasons = (_FIRST, _CHECKED, _BESIDE_CHECK, _NO_GRADIENT)
+        return self.captures + sum(self.eager[reason] for reason in reasons)
+
+    @property
     def rounding(self) -> str | None:
         """Why the last digits differ from the plain loop's; None if nothing is known to."""
         if not self.captures:
@@ -504,7 +515,7 @@ class GraphedModel:
         self._uses[key] += 1
         seen = self._seen.setdefault(key, _Seen())
         if not seen.gradients and self._uses[key] <= self._after + _MAX_WAIT_FOR_BACKWARD:
-            self._why_no_graph = "its outputs have had no gradient yet"
+            self._why_no_graph = _NO_GRADIENT
             return None
         if free is None and len(self._lanes) == _MAX_LANES:
             self._why_no_graph = f"{_MAX_LANES} calls wait for their backward already"

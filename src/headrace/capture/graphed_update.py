@@ -30,6 +30,7 @@ _MAX_GRAPHS = 8
 # After this many steps in a row with settings or gradients of their own, none is captured any more.
 _MAX_UNSETTLED = 20
 _SCALER = ("grad_scale", "found_inf")
+_FIRST, _NEW = "the first steps", "its gradients or settings are new"
 
 
 class GraphedUpdate:
@@ -60,6 +61,12 @@ class GraphedUpdate:
             return self._run(self.why or "called inside another captured part", closure)
         loss = None
         if closure is not None:
+            if not _calls_closure_first(self.optimizer):
+                self.give_up(
+                    f"{type(self.optimizer).__name__} may call its closure more than once in a "
+                    "step, or at another time than first"
+                )
+                return self._run(str(self.why), closure)
             with torch.enable_grad():
                 loss = closure()
         why = self._try()
@@ -76,7 +83,7 @@ class GraphedUpdate:
         optimizer = self.optimizer
         self._steps += 1
         if self._steps <= self._after:
-            return "the first steps"
+            return _FIRST
         if self._memory is not None and self._memory.has_moved():
             self._drop_graphs()
             self._capturable = None  # state that was loaded may count on the host again
@@ -91,7 +98,7 @@ class GraphedUpdate:
         if graph is None:
             graph = self._capture_if_settled(key, gradients)
             if graph is None:
-                return self.why or "its gradients or settings are new"
+                return self.why or _NEW
         graph.replay(optimizer)
         self.replays += 1
         return None
@@ -175,6 +182,11 @@ class GraphedUpdate:
         self.memory_bytes += max(0, device.memory().reserved - before_bytes)
         return _CapturedUpdate(graph, capturable, inputs, state.tensors())
 
+    @property
+    def unsettled(self) -> int:
+        """How many steps ran eagerly, or were captured, on the way to a graph."""
+        return self.captures + self.eager[_FIRST] + self.eager[_NEW]
+
     def give_up(self, why: str) -> None:
         """Run all later steps eagerly."""
         if self.why is None:
@@ -195,6 +207,12 @@ class GraphedUpdate:
         self._graphs.clear()
         self._pool = self._memory = self._last = None
         self.memory_bytes = 0
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step begins with one call of its closure, as those of PyTorch's optimizers do."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
 
 
 def _addresses(gradients: list[Any]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from headrace.device import Device, available_devices, open_device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
 
+#: Optimizers whose step has been replaced.
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # Replaying a graph takes the host as long as launching the kernels of a few layers.
 _MIN_LAYERS = 8
 
@@ -98,12 +101,13 @@ class SpeedUp:
         self._models: list[GraphedModel] = []
         self._updates = [update for _, update in updates]
         self._undo: list[Callable[[], None]] = []
+        self._on_replay: list[Callable[[torch.optim.Optimizer], object]] = []
         #: The loader that was given, wrapped by `prefetch`; None if none was.
         self.loader = loader
         for model, graphed in models:
             self._add(model, graphed)
         for optimizer, update in updates:
-            self._undo.append(_install_step(optimizer, update, self._switch))
+            self._undo.append(_install_step(optimizer, update, self._switch, self._on_replay))
 
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
@@ -118,8 +122,13 @@ class SpeedUp:
                 own.add(id(child))
                 self._add(child, graphed.for_child(child, f"{graphed.name}.{name}"))
 
-    def _parts(self) -> list[GraphedModel | GraphedUpdate]:
+    def parts(self) -> list[GraphedModel | GraphedUpdate]:
+        """What runs as graphs, or may: more once a model has been divided."""
         return [*self._models, *self._updates]
+
+    def when_replayed(self, call: Callable[[torch.optim.Optimizer], object]) -> None:
+        """Call this after each replay of an optimizer's step."""
+        self._on_replay.append(call)
 
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why."""
@@ -133,7 +142,7 @@ class SpeedUp:
                 one.why,
                 one.rounding,
             )
-            for one in self._parts()
+            for one in self.parts()
         ]
         used = [one.name for one in parts if one.replays and one.why is None]
         models = {one.name for one in self._models}
@@ -146,7 +155,7 @@ class SpeedUp:
     @property
     def replays(self) -> int:
         """How often a part was replayed."""
-        return sum(one.replays for one in self._parts())
+        return sum(one.replays for one in self.parts())
 
     def use_graphs(self, used: bool) -> None:
         """Whether later calls may be replayed and captured. If not, they are plain calls."""
@@ -157,7 +166,7 @@ class SpeedUp:
         still get it."""
         while self._undo:
             self._undo.pop()()
-        for part in self._parts():
+        for part in self.parts():
             part.close()
 
     def __enter__(self) -> SpeedUp:
@@ -287,6 +296,13 @@ class _Switch:
         self.is_on = is_on
 
 
+def is_sped_up(part: torch.nn.Module | torch.optim.Optimizer) -> bool:
+    """Whether `speed_up` has the model or the optimizer already."""
+    if isinstance(part, torch.optim.Optimizer):
+        return part in _optimizers
+    return isinstance(vars(part).get("forward"), _Forward)
+
+
 class _Forward:
     """`model.forward` of a graphed model. Copies of the model get their class's own."""
 
@@ -347,21 +363,33 @@ def _class_state(model: torch.nn.Module) -> Any:
 
 
 def _install_step(
-    given: torch.optim.Optimizer, update: GraphedUpdate, switch: _Switch
+    given: torch.optim.Optimizer,
+    update: GraphedUpdate,
+    switch: _Switch,
+    on_replay: list[Callable[[torch.optim.Optimizer], object]],
 ) -> Callable[[], None]:
     optimizer = optimizer_inside(given)
     before, plain = vars(optimizer).get("step"), optimizer.step
 
     @functools.wraps(plain)
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return update(closure) if switch.is_on else plain(closure)
+        if not switch.is_on:
+            return plain(closure)
+        before = update.replays
+        result = update(closure)
+        if update.replays != before:
+            for call in on_replay:
+                call(optimizer)
+        return result
 
     # A method, since learning rate schedulers unwrap it.
     installed: Any = types.MethodType(step, optimizer)
     optimizer.step = installed  # type: ignore[method-assign]
+    _optimizers.add(optimizer)
     wrapper_steps_by(given, installed)
 
     def undo() -> None:
+        _optimizers.discard(optimizer)
         if vars(optimizer).get("step") is not installed:
             return
         del optimizer.step

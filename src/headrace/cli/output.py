@@ -89,6 +89,18 @@ class ScriptExit(SystemExit):
     """The end of a command that has run a user's script, whose output is on stdout."""
 
 
+class ScriptInterrupted(BaseException):
+    """The end of a command that has run a user's script as its own, which Ctrl-C has ended. Its
+    traceback has been printed."""
+
+
+def end_as_script(exit_code: int | None, *, has_script_output: bool) -> NoReturn:
+    """End as a script does that has ended with this exit code, or that Ctrl-C has ended (None)."""
+    if exit_code is None:
+        raise ScriptInterrupted
+    raise ScriptExit(exit_code) if has_script_output else typer.Exit(exit_code)
+
+
 def end_of_results(*, has_script_output: bool = False) -> None:
     """Redirect to stderr what exit handlers print, unless they may be those of a script whose
     output is on stdout. Call this at the end of the program."""

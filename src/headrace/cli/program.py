@@ -27,6 +27,7 @@ from headrace.cli import (
     prepare,
     races,
     report,
+    run,
     train,
     translate,
     tune,
@@ -38,6 +39,7 @@ _ABOUT = (headrace.__doc__ or "").partition("\n")[0]
 _EXAMPLE = """\
 Examples:
 $ headrace diagnose train.py     # what does the GPU wait for?
+$ headrace run train.py          # the script as it is, sped up
 $ headrace bench --work resnet   # compare plans
 $ headrace races train.py        # find stream races, without a GPU
 $ headrace doctor                # check this machine
@@ -45,7 +47,7 @@ $ headrace doctor                # check this machine
 Run headrace COMMAND --help for the options of a command.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
-diagnose and races end with the exit code of the script that they run.
+diagnose, run and races end with the exit code of the script that they run.
 """
 _TRANSLATOR = "Translator (a complete trainer, built on Headrace)"
 
@@ -65,17 +67,23 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line. Prints a `HeadraceError` as one line; a traceback is a bug."""
-    # Set before PyTorch is loaded: OpenMP threads sleep while they wait. If they spin, they slow
-    # down everything else on the same cores, such as loader processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    output.replace_unknown_characters()
-    end_workers_with_this()
+    is_script = sys.argv[1:2] == ["run"]  # the process is the script's
+    if not is_script:
+        # Set before PyTorch is loaded: OpenMP threads sleep while they wait. If they spin, they
+        # slow down everything else on the same cores, such as loader processes.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        output.replace_unknown_characters()
+        end_workers_with_this()
     has_script_output = False
     try:
         app(obj=output.OWN_PROCESS)
     except output.ScriptExit:
         has_script_output = True
         raise
+    except output.ScriptInterrupted:
+        has_script_output = True
+        sys.excepthook = lambda *error: None  # printed already; Python ends with the signal
+        raise KeyboardInterrupt from None
     except KeyboardInterrupt:  # before a command began, or after it ended
         typer.echo("interrupted", err=True)
         sys.exit(130)
@@ -83,7 +91,9 @@ def main() -> None:
         typer.echo(f"error: {problem}", err=True)
         sys.exit(problem.exit_code)
     finally:
-        output.end_of_results(has_script_output=has_script_output)
+        # The streams of a script that has the process are Python's: it says if a flush fails.
+        if not (is_script and has_script_output):
+            output.end_of_results(has_script_output=has_script_output)
 
 
 def _version(wanted: bool) -> None:
@@ -117,6 +127,7 @@ def _add(
 
 # In the order of `headrace --help`.
 _add(diagnose.diagnose, diagnose.EXAMPLE, settings=options.PROGRAM_SETTINGS)
+_add(run.run, run.EXAMPLE, settings=options.PROGRAM_SETTINGS)
 _add(bench.bench, bench.EXAMPLE)
 _add(tune.tune, tune.EXAMPLE)
 _add(races.races, races.EXAMPLE, settings=options.PROGRAM_SETTINGS)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from headrace.data.source import generators_of as generators_of
     from headrace.data.source import loader_error as loader_error
     from headrace.data.source import with_samplers as with_samplers
+    from headrace.data.transfer import Sender as Sender
     from headrace.data.tree import batch_leaves as batch_leaves
+    from headrace.data.tree import batch_tensors as batch_tensors
     from headrace.data.tree import describe_batch as describe_batch
     from headrace.data.tree import flatten_batch as flatten_batch
     from headrace.data.tree import is_plain_object as is_plain_object

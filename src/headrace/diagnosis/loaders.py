@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from headrace.diagnosis.replacing import replaced
+from headrace.replacing import replaced
 
 #: How many batches are timed, at least and at most, and how many seconds they may all take.
 _MIN_BATCHES, _MAX_BATCHES = 4, 32

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.device import Device, Event, cuda_namespace
-from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.waits import watch_moments
+from headrace.replacing import replaced
 from headrace.source_lines import HEADRACE
 
 #: How a segment is called: what it begins with, and how many such ones came before it in its step.

@@ -26,7 +26,6 @@ from headrace.device import Device, chrome_trace, cuda_namespace, is_profiling, 
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.loaders import LoaderFacts, Loaders
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
-from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import (
     Period,
     StepFinder,
@@ -42,6 +41,7 @@ from headrace.diagnosis.without_cupti import HostSteps, TimedSteps
 from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.records import LineRecord
+from headrace.replacing import replaced
 from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.

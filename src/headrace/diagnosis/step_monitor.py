@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import cuda_namespace
-from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import StepFinder, watch_steps
 from headrace.diagnosis.waits import users_frames, wait_at
+from headrace.replacing import replaced
 from headrace.source_lines import short_path
 
 log = logging.getLogger("headrace")

@@ -33,8 +33,8 @@ from torch.optim.optimizer import (
 )
 
 from headrace.device import cuda_namespace
-from headrace.diagnosis.replacing import replaced
 from headrace.errors import ProgramError
+from headrace.replacing import replaced
 
 #: How often a sequence must repeat before it counts as the period.
 _ROUNDS = 3

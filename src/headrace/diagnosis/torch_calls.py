@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from headrace.diagnosis.replacing import replaced
+from headrace.replacing import replaced
 
 TorchCallKind = Literal["forward", "backward", "optimizer"]
 

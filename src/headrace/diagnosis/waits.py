@@ -35,8 +35,8 @@ from headrace.diagnosis.forms import (
     running_expression,
     waiting_instruction,
 )
-from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.records import LineRecord
+from headrace.replacing import replaced, replaced_in_c
 from headrace.source_lines import HEADRACE, TORCH, is_generated, is_user_code, variables_of
 
 _RUNNER = main_program.__file__

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from headrace.records.races import RaceRecord as RaceRecord
     from headrace.records.races import RacesResult as RacesResult
     from headrace.records.reading import read_result as read_result
+    from headrace.records.run import PartCheck as PartCheck
+    from headrace.records.run import RunPart as RunPart
+    from headrace.records.run import RunResult as RunResult
     from headrace.records.scores import JUDGEMENTS as JUDGEMENTS
     from headrace.records.scores import WEIGHTS as WEIGHTS
     from headrace.records.scores import Judgement as Judgement

@@ -10,6 +10,12 @@ styles and scripts.
     write_report("runs/train/exp")         # report.html in the run folder
 """
 
-from headrace.report.writing import render, try_report, write_perfetto, write_report
+from headrace.report.writing import (
+    render,
+    try_report,
+    write_perfetto,
+    write_report,
+    write_run_page,
+)
 
-__all__ = ["render", "try_report", "write_perfetto", "write_report"]
+__all__ = ["render", "try_report", "write_perfetto", "write_report", "write_run_page"]

@@ -9,9 +9,10 @@ from pathlib import Path
 from headrace.atomic_files import replace_file
 from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
-from headrace.records import BenchResult, DiagnosisResult, TrainingRun, read_result
+from headrace.records import BenchResult, DiagnosisResult, RunResult, TrainingRun, read_result
 from headrace.report.bench_page import bench_page
 from headrace.report.diagnosis_page import diagnosis_page
+from headrace.report.run_page import run_page
 from headrace.report.train_page import train_page
 from headrace.report.tune_page import tune_page
 from headrace.schema import read_json
@@ -20,7 +21,7 @@ log = logging.getLogger("headrace")
 
 
 def render(source: str | Path) -> str:
-    """The HTML of a result of bench, tune or diagnose, or of a run folder."""
+    """The HTML of a result of bench, tune, diagnose or run, or of a run folder."""
     source = _source(source)
     if source.is_dir():
         return train_page(TrainingRun.read(source), source.name)
@@ -29,7 +30,14 @@ def render(source: str | Path) -> str:
         return bench_page(result, source.name)
     if isinstance(result, DiagnosisResult):
         return diagnosis_page(result, source.name)
+    if isinstance(result, RunResult):
+        return run_page(result, source.name)
     return tune_page(result, source.name)
+
+
+def write_run_page(result: RunResult, out: Path) -> None:
+    """Write the page of a `headrace run` that has just ended."""
+    _write(out, run_page(result, Path(result.program).name).encode())
 
 
 def write_report(source: str | Path, out: str | Path | None = None) -> Path:
@@ -70,7 +78,8 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
     elif isinstance(result, BenchResult):
         stored = result.timelines
     else:
-        raise ReportError(f"{source}: is a tune result; only bench results hold timelines")
+        kind = "run" if isinstance(result, RunResult) else "tune"
+        raise ReportError(f"{source}: is a {kind} result; only bench results hold timelines")
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"{folder}: is a file; expected a folder for the timelines")
     written: list[Path] = []

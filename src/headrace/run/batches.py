@@ -1,0 +1,183 @@
+"""Batches of a loader on their way to the script, and what it does with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from headrace.device import Device, Event, Stream
+from headrace.source_lines import Site
+
+#: So many batches in a row must show the same before their tensors are copied ahead.
+_LEARNED_FROM = 2
+#: At these batches of a data set, and then at each thousandth, copies are compared with what the
+#: script moves.
+_COMPARED_AT = (10, 30, 100, 300)
+_COMPARED_EVERY = 1000
+#: These draw random numbers when a pass begins, and none for each batch.
+_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    _InfiniteConstantSampler,
+)
+
+
+@dataclass(slots=True)
+class ScriptUse:
+    """What the script does with the batches of one data set. `moved` are the positions of the
+    tensors that it has moved in the batch that it has now, with their devices, and `streaks` in how
+    many batches in a row it has done so. `off` says why batches are not copied ahead."""
+
+    site: Site
+    moved: dict[int, Device] = field(default_factory=dict)
+    streaks: dict[int, tuple[Device, int]] = field(default_factory=dict)
+    batches: int = 0
+    ahead: int = 0
+    aside: int = 0
+    off: str | None = None
+    #: Whether the script has a batch.
+    is_out: bool = False
+
+    def next_batch(self) -> None:
+        """The script asks for its next batch: it has moved what it moves of the last one."""
+        if not self.is_out:
+            return
+        self.is_out = False
+        self.streaks = {
+            at: (device, 1 + self._streak(at, device)) for at, device in self.moved.items()
+        }
+        self.moved = {}
+        self.batches += 1
+
+    def _streak(self, at: int, device: Device) -> int:
+        before, streak = self.streaks.get(at, (device, 0))
+        return streak if before is device else 0
+
+    def wishes(self) -> dict[int, Device]:
+        """The positions of the tensors to copy ahead."""
+        if self.off is not None:
+            return {}
+        return {at: device for at, (device, n) in self.streaks.items() if n >= _LEARNED_FROM}
+
+    def handed_over(self) -> None:
+        """The script has got a batch."""
+        self.is_out = True
+
+    def was_moved(self, at: int, device: Device) -> None:
+        """The script has moved a tensor of its batch, with the content that it was fetched with."""
+        self.moved[at] = device
+
+    def count(self, *, was_there: bool) -> None:
+        """The script has got a tensor on the device, which was there already or was copied."""
+        self.ahead += was_there
+        self.aside += not was_there
+
+    def stop(self, why: str) -> None:
+        """Copy nothing ahead any more."""
+        self.off = why
+
+    @property
+    def is_compared(self) -> bool:
+        at = self.batches
+        return at <= _LEARNED_FROM + 1 or at in _COMPARED_AT or at % _COMPARED_EVERY == 0
+
+
+@dataclass(slots=True)
+class HostTensor:
+    """A tensor of a batch that the script has got, or will get next. `copy` is on its device
+    already; `content` is what it held when it was fetched, if that is compared."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    position: int
+    plan: ScriptUse
+    content: torch.Tensor | None = None
+    copy: torch.Tensor | None = None
+    #: Of the copy.
+    device: Device | None = None
+    owner: Stream | None = None
+    #: If the copy is from memory that the script may write to.
+    ready: Event | None = None
+
+    def copied(
+        self, copy: torch.Tensor, device: Device, owner: Stream, ready: Event | None
+    ) -> None:
+        self.copy, self.device, self.owner, self.ready = copy, device, owner, ready
+
+    def take(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The copy and the content, once."""
+        found = self.copy, self.content
+        self.copy = self.content = None
+        return found
+
+
+class FetchedAhead:
+    """A batch, and the event after its copies."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self._owner: Stream | None = None
+        self._ready: Event | None = None
+
+    def copied(self, owner: Stream, ready: Event) -> None:
+        self._owner, self._ready = owner, ready
+
+    def order(self) -> None:
+        """Let the owner of the copies' memory wait for them: before they are used, or freed."""
+        owner, self._owner = self._owner, None
+        if owner is not None and self._ready is not None:
+            owner.wait_event(self._ready)
+
+    def __del__(self) -> None:
+        self.order()
+
+
+@dataclass(slots=True)
+class LoaderPass:
+    """An iterator of a loader: what was fetched ahead of the script, or the error that came."""
+
+    plan: ScriptUse
+    may_look_ahead: bool
+    waiting: deque[FetchedAhead] = field(default_factory=deque)
+    error: BaseException | None = None
+
+    def failed(self, problem: BaseException) -> None:
+        """A batch could not be fetched ahead: the script gets the error when it asks for it."""
+        self.error = problem
+
+    def raise_error(self) -> None:
+        error, self.error = self.error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error
+
+
+def may_look_ahead(iterator: Any) -> bool:
+    """Whether asking for a batch early changes nothing but the time: it is made in another process,
+    and which samples it has does not depend on random numbers that are drawn for it."""
+    if not iterator._num_workers:
+        return False
+    sampler = iterator._index_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) is RandomSampler and sampler.replacement and sampler.generator is not None:
+        return False
+    return type(sampler) in _SAMPLERS

@@ -1,0 +1,190 @@
+"""A running script, whose parts are captured as it comes to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from headrace.capture import is_sped_up, speed_up
+from headrace.device import Device, open_device
+from headrace.errors import HeadraceError
+from headrace.run.loaders import ScriptLoaders
+from headrace.run.models import watch_models, why_not
+from headrace.run.optimizers import watch_optimizers
+from headrace.run.parts import Kind, Part, counts_of
+from headrace.run.settings import RunSettings
+from headrace.run.step_clock import StepClock
+from headrace.source_lines import script_line
+
+_ENGINE = "headrace.engine.engine"
+
+
+class SpeedUpSession:
+    """Speeds up what runs in its block. `given` is the fake device, if there is one; else each
+    part's own is used. `tell` shows a line to the user."""
+
+    def __init__(
+        self, settings: RunSettings, tell: Callable[[str], object], given: Device | None = None
+    ) -> None:
+        self.settings, self._tell, self.given = settings, tell, given
+        self._process = os.getpid()
+        self._devices: dict[torch.device, Device | None] = {}
+        self._known: WeakKeyDictionary[Any, Part | None] = WeakKeyDictionary()
+        self.parts: list[Part] = []
+        self.times: WeakKeyDictionary[Any, StepClock] = WeakKeyDictionary()
+        #: How many optimizer steps there were, on the CPU and on the device.
+        self.cpu_steps = self.device_steps = 0
+        #: Why nothing more is sped up, if so.
+        self.off: str | None = None
+        self._had_engine = _ENGINE in sys.modules
+        self.loaders = ScriptLoaders(self._device_for, tell)
+        self._stack = ExitStack()
+
+    def begin(self) -> None:
+        enter, guarded = self._stack.enter_context, self._guarded
+        if torch.backends.cuda.is_built() or self.given is not None:
+            enter(_own_log(self._on_log))
+            enter(watch_models(guarded(self._on_model), guarded(self._look)))
+            enter(watch_optimizers(guarded(self._on_optimizer), guarded(self._after_step)))
+            if "data" in self.settings.only:
+                enter(self.loaders.watching())
+
+    def leave(self) -> None:
+        """Give PyTorch its own functions back. The script's parts stay as they are."""
+        self._look()
+        self._stack.close()
+
+    @property
+    def devices(self) -> list[Device]:
+        """The accelerators that the script has trained on."""
+        return [one for one in self._devices.values() if one is not None]
+
+    # --- what the script does ---------------------------------------------------------------------
+
+    def _guarded(self, call: Callable[..., object]) -> Callable[..., None]:
+        """`call`, in the script's first process, and without our errors: it must not fail for
+        them."""
+
+        def guarded(*arguments: Any) -> None:
+            if self.off is not None or os.getpid() != self._process:
+                return
+            try:
+                call(*arguments)
+            except Exception as problem:
+                self._stop(f"it has failed itself ({type(problem).__name__}: {problem})")
+
+        return guarded
+
+    def _stop(self, why: str) -> None:
+        self.off = why
+        self._tell(f"from here on the script runs as it is: {why}")
+
+    def _on_model(self, model: torch.nn.Module) -> None:
+        if model in self._known or "model" not in self.settings.only:
+            return
+        parameter = next(one for one in model.parameters() if one.requires_grad)
+        device = self._device_for(parameter.device)
+        if device is not None:  # else it may be moved later
+            self._add("model", model, device, why_not(model))
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._known or "optimizer" not in self.settings.only:
+            return
+        device = self._device_of(optimizer)
+        if device is not None:
+            self._add("optimizer", optimizer, device, None)
+
+    def _add(self, kind: Kind, one: Any, device: Device, why: str | None) -> None:
+        if not self._had_engine and _ENGINE in sys.modules:
+            self._stop("it uses headrace.Engine itself")
+            return
+        if is_sped_up(one):
+            self._known[one] = None
+            return
+        part = self._known[one] = Part(kind, self._name(one), script_line(), why=why)
+        self.parts.append(part)
+        if why is not None:
+            return
+        compiles = self.settings.compile and kind == "model"
+        try:
+            handle = speed_up(one, device=device, after=self.settings.after, compile=compiles)
+        except HeadraceError as problem:
+            part.left_alone(str(problem))
+            return
+        part.sped_up(handle)
+        handle.when_replayed(self._guarded(self._after_step))
+
+    def _name(self, one: object) -> str:
+        kind = type(one).__name__
+        same = sum(part.name.partition(" ")[0] == kind for part in self.parts)
+        return f"{kind} {same + 1}" if same else kind
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        device = self._device_of(optimizer)
+        if device is None:
+            self.cpu_steps += 1
+        elif not device.is_capturing():
+            self.device_steps += 1
+            self.loaders.training_begins()
+            self._look()
+            times = self.times.get(optimizer)
+            if times is None:
+                times = self.times[optimizer] = StepClock(device, self.settings.after - 1)
+            times.ended(counts_of(self.parts))
+
+    def _look(self) -> None:
+        """Tell what has been captured, or cannot be, since the last look."""
+        for part in self.parts:
+            for news in part.news():
+                self._tell(news)
+
+    def _on_log(self, text: str) -> None:
+        """A warning of the package's. What says why a part cannot be captured is told once."""
+        self._look()
+        whys = (piece.why for part in self.parts for _, piece in part.pieces())
+        if not any(why is not None and text.endswith(why) for why in whys):
+            self._tell(text)
+
+    # --- devices ----------------------------------------------------------------------------------
+
+    def _device_of(self, optimizer: torch.optim.Optimizer) -> Device | None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return self._device_for(parameter.device)
+        return None
+
+    def _device_for(self, where: torch.device) -> Device | None:
+        """The device, if it captures graphs."""
+        if where.type == "cpu":
+            return None
+        if where not in self._devices:
+            device = open_device(where) if self.given is None else self.given
+            self._devices[where] = device if device.captures else None
+        return self._devices[where]
+
+
+@contextmanager
+def _own_log(tell: Callable[[str], object]) -> Iterator[None]:
+    """In the block, warnings of the package go to `tell`, and not to where the script's log goes:
+    that may be stdout, or a file of the script's."""
+    log = logging.getLogger("headrace")
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tell(record.getMessage())
+
+    handler, propagates = Handler(logging.WARNING), log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagates

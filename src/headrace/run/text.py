@@ -1,0 +1,62 @@
+"""The end of a run as a terminal shows it: a table of the parts, and the step before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.records import RunPart, RunResult
+from headrace.text_table import counted, text_table
+
+_COLUMNS = ("part", "line", "replays", "eager", "memory", "equal")
+
+
+def table_of(result: RunResult) -> str:
+    """The closing table, or one sentence if there was nothing to speed up."""
+    if not result.parts:
+        return _nothing(result)
+    has_checks = any(part.check is not None for part in result.parts)
+    columns = _COLUMNS if has_checks else _COLUMNS[:-1]
+    rows = [_row(part)[: len(columns)] for part in result.parts]
+    lines = [text_table(columns, rows, right=("replays", "eager", "memory"))]
+    lines += [f"{part.name}: {part.rounding}" for part in result.parts if part.rounding]
+    lines.append(_step(result))
+    if result.races:
+        lines.append(f"{counted(result.races, 'stream race')}: `headrace races` shows them")
+    return "\n".join(lines)
+
+
+def _nothing(result: RunResult) -> str:
+    name = Path(result.program).name
+    if result.steps:
+        return f"headrace run: {name} trained, and nothing in it can be sped up"
+    if result.cpu_steps:
+        return f"headrace run: {name} trained on the CPU, where there is nothing to speed up"
+    return f"headrace run: {name} called no model in training on a CUDA device: nothing was done"
+
+
+def _row(part: RunPart) -> tuple[str, ...]:
+    return (
+        part.name,
+        f"{part.line.file}:{part.line.line}" if part.line.file else "",
+        f"{part.replays:,}",
+        f"{sum(part.eager.values()):,}",
+        f"{part.memory_bytes / 1e6:,.0f} MB" if part.captures else "",
+        _check(part),
+    )
+
+
+def _check(part: RunPart) -> str:
+    check = part.check
+    if check is None or not check.replays:
+        return "not captured" if not part.replays else "not checked"
+    if not check.worst:
+        return "bit for bit"
+    return f"within {check.worst:.1g}" if check.is_equal else f"no: {check.where}"
+
+
+def _step(result: RunResult) -> str:
+    before, after = result.before_ms, result.after_ms
+    peak = f"; at most {result.peak_bytes / 1e9:.2f} GB were allocated" if result.peak_bytes else ""
+    if before is None or after is None or not after:
+        return f"{counted(result.steps, 'step')}, too few to time them before and after{peak}"
+    return f"a step took {before:.2f} ms before, {after:.2f} ms after ({before / after:.2f}×){peak}"

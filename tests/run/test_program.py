@@ -1,0 +1,155 @@
+"""Scripts under `headrace run`: what they print is the same, and their parts are replayed."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.fake import run_program
+from headrace.records import RunResult
+from headrace.run import RunSettings, run_sped_up
+from headrace.run.text import table_of
+
+HEAD = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+            )
+
+        def forward(self, x):
+            return self.body(x)
+
+    def made(**options):
+        net = Net().to(device)
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True, **options)
+
+    data = TensorDataset(torch.randn(48, 4), torch.randint(0, 3, (48,)))
+    loss_of = nn.CrossEntropyLoss()
+    def show(*models):
+        print([float(p.detach().double().sum()) for one in models for p in one.parameters()])
+"""
+
+
+class Ended:
+    """A script that has run sped up."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, **settings: Any) -> None:
+        self.path = folder / "train.py"
+        self.path.write_text(textwrap.dedent(HEAD) + textwrap.dedent(script), encoding="utf-8")
+        self.arguments = arguments
+        self.settings = RunSettings(**{"after": 3, **settings})
+        self.told: list[str] = []
+        self.results: list[RunResult | None] = []
+        self.exit_code: int | None = None
+
+    def run(self) -> Ended:
+        self.exit_code = run_sped_up(
+            *(str(self.path), self.arguments),
+            as_module=False,
+            settings=self.settings,
+            tell=self.told.append,
+            ended=self.results.append,
+            fake=True,
+            is_own_process=False,
+        )
+        return self
+
+    @property
+    def result(self) -> RunResult:
+        (found,) = self.results
+        assert found is not None
+        return found
+
+    def replays(self) -> dict[str, int]:
+        return {part.name: part.replays for part in self.result.parts}
+
+
+@pytest.fixture
+def both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a script as it is, then sped up, and require the same output and exit code."""
+
+    def run(script: str, *arguments: str, **settings: Any) -> Ended:
+        ended = Ended(tmp_path, script, *arguments, **settings)
+        plain = run_program(str(ended.path), arguments, as_module=False)
+        expected = capsys.readouterr()
+        ended.run()
+        found = capsys.readouterr()
+        assert found.out == expected.out
+        assert found.err == expected.err
+        assert ended.exit_code == plain.exit_code
+        assert ended.result.races == len(plain.findings) == 0
+        return ended
+
+    return run
+
+
+LOOP = """
+    net, optimizer = made()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    for epoch in range(2):
+        for x, y in DataLoader(data, batch_size=4, shuffle=True, num_workers=WORKERS):
+            x, y = x.to(device), y.to(device, non_blocking=True)
+            loss = loss_of(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            print(loss.item())
+        net.eval()
+        with torch.no_grad():
+            print(net(data.tensors[0].to(device)).sum().item())
+        net.train()
+    show(net)
+"""
+
+
+def test_a_loop_is_the_same_and_all_its_parts_are_found(both: Any) -> None:
+    ended = both(LOOP.replace("WORKERS", "0"))
+    assert ended.replays() == {"Net": 20, "AdamW": 18, "DataLoader": 0}
+    net, optimizer, loader = ended.result.parts
+    assert net.line.text == "loss = loss_of(net(x), y)"
+    assert optimizer.line.text == "optimizer.step()"
+    assert loader.eager == {"copied when the script moves it": 46}
+    line = net.line.line
+    assert f"Net (train.py:{line}) is replayed as a graph from now on" in str(ended.told).replace(
+        str(ended.path.parent) + "/", ""
+    )
+    assert ended.result.steps == 24
+    text = table_of(ended.result)
+    assert "part" in text
+    assert "DataLoader" in text
+
+
+def test_batches_of_worker_processes_are_copied_ahead(both: Any) -> None:
+    ended = both(LOOP.replace("WORKERS", "1"))
+    loader = ended.result.parts[-1]
+    # Of 24 batches, two show what the script moves. Each epoch begins without one fetched ahead.
+    assert loader.replays == 2 * 24 - 2 * 4
+    assert loader.why is None
+
+
+def test_only_some_kinds_of_parts(both: Any) -> None:
+    loop = LOOP.replace("WORKERS", "0")
+    assert both(loop, only=frozenset({"optimizer"})).replays().keys() == {"AdamW"}
+    assert both(loop, only=frozenset({"model"})).replays().keys() == {"Net"}
+
+
+def test_a_script_on_the_cpu_is_left_alone(both: Any) -> None:
+    script = LOOP.replace("WORKERS", "0").replace("made()", 'made()\n    device = "cpu"', 1)
+    ended = both(f'    device = torch.device("cpu")\n{script}')
+    assert (ended.result.parts, ended.told) == ((), [])
+    assert ended.result.cpu_steps == 24
+    assert "trained on the CPU" in table_of(ended.result)
