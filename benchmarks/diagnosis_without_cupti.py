@@ -33,7 +33,7 @@ from measuring import header, save
 
 from diagnosis import WINDOWS, WORKS, in_a_process, largest_idle, line_found, observe, steps_of_work
 from headrace.device import Device
-from headrace.records import DiagnosisResult, StepParts
+from headrace.records import DiagnosisResult, TimeParts
 from headrace.text_table import text_table
 
 #: Below this share of idle time, a step is busy: what it waits for does not matter.
@@ -101,7 +101,7 @@ def _figures(result: DiagnosisResult) -> dict[str, Any]:
         "class": _class(result),
         "step": result.step_ms,
         "profiled": result.profiled_ms,
-        "parts": parts and {name: getattr(parts, name) for name in StepParts.__slots__},
+        "parts": parts and {name: getattr(parts, name) for name in TimeParts.__slots__},
         "launches": result.launches_per_step,
         "waits": [result.waits_per_step, result.waits_in_trace],
         "line": line_found(result),

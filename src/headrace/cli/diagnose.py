@@ -153,7 +153,8 @@ def diagnose(
             _tell(f"report: {html}")
         raise typer.Exit(exit_code_of(of_trace, limits, _tell))
     name, *arguments = program
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
+    # torchrun sets the one, Slurm the other.
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     shown: list[DiagnosisResult] = []
     others = running_threads()
     stderr = OwnStderr()

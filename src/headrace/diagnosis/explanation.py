@@ -14,6 +14,7 @@ from itertools import takewhile
 from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
 from headrace.diagnosis.loaders import LoaderFacts
+from headrace.diagnosis.ranks import figures_of
 from headrace.diagnosis.session import Measurements, Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.verdict import SMALL, more_steps, step_line_option, verdict_of
@@ -116,6 +117,9 @@ def explain(
         timeline=_timeline(trace, lines) if trace is not None and measured.has_cupti else None,
         environment=environment,
     )
+    if measured.rank is not None:
+        figures = figures_of(measured.rank, result, measured.rank_waits_ms, measured.host_lines)
+        result = replace(result, ranks=(figures,))
     return replace(result, verdict=verdict_of(result, seen))
 
 

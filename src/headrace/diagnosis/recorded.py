@@ -20,6 +20,7 @@ from headrace.diagnosis.explanation import explain, groups_by_step
 from headrace.diagnosis.forms import FORMS, Form, form_of
 from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.python_lines import LineTime, Sample, python_lines
+from headrace.diagnosis.ranks import figures_of, of_ranks
 from headrace.diagnosis.session import Measurements, Observations
 from headrace.diagnosis.steps import find_period
 from headrace.diagnosis.torch_calls import TorchCall, TorchCallKind
@@ -52,9 +53,6 @@ _EXPLICIT = {
 _COPIES = ("aten::to", "aten::_to_copy", "aten::copy_")
 #: Long stretches of Python are looked at this often.
 _SAMPLE_NS = 200_000
-_MAX_RANKS = 16
-#: Ranks wait equally long for each other if they differ by less than this share of a step.
-_EQUAL = 0.02
 #: Of a trace with more steps, the last ones are diagnosed.
 _MAX_STEPS = 40
 
@@ -64,59 +62,15 @@ def diagnose_traces(given: Sequence[str], command: str = "") -> DiagnosisResult:
     wait. `given` are files and folders. Raises `ProgramError` for a file that is no such trace."""
     found = [_diagnose(read_trace_file(path), command) for path in trace_paths(given)]
     if len(found) == 1:
-        return found[0].result
-    ranks = [one.rank for one in found]
+        return replace(found[0], ranks=())
+    ranks = [one.ranks[0].rank for one in found]
     if None in ranks or len(set(ranks)) < len(ranks):
-        found = [replace(one, rank=None) for one in found]
-    found.sort(key=lambda one: (one.rank or 0, one.result.program))
-    return _of_ranks(found)
+        found = [replace(one, ranks=(replace(one.ranks[0], rank=None),)) for one in found]
+    found.sort(key=lambda one: (one.ranks[0].rank or 0, one.program))
+    return of_ranks(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Diagnosed:
-    rank: int | None
-    result: DiagnosisResult
-
-    @property
-    def name(self) -> str:
-        return Path(self.result.program).name if self.rank is None else f"rank {self.rank}"
-
-    @property
-    def waits_ms(self) -> float:
-        """How long the rank only communicated: the others wait for the one that does so least."""
-        return self.result.parts.other_ranks if self.result.parts is not None else 0.0
-
-    @property
-    def computing_ms(self) -> float:
-        return self.result.parts.computing if self.result.parts is not None else 0.0
-
-
-def _of_ranks(found: list[_Diagnosed]) -> DiagnosisResult:
-    shown = min(found, key=lambda one: (one.waits_ms, -one.computing_ms))
-    longest = max(found, key=lambda one: one.waits_ms)
-    if longest.waits_ms - shown.waits_ms > _EQUAL * (shown.result.step_ms or 0.0):
-        first = (
-            f"Of {len(found)} ranks, {shown.name} waits least for the others, "
-            f"{shown.waits_ms:.1f} ms a step ({longest.name}: {longest.waits_ms:.1f} ms): they "
-            "wait for it. This is its diagnosis."
-        )
-    else:
-        first = (
-            f"None of {len(found)} ranks waits much longer for the others than the rest does. This "
-            f"is {shown.name}."
-        )
-    table = [
-        f"{one.name}: a step takes {one.result.step_ms or 0.0:.1f} ms, computes for "
-        f"{one.computing_ms:.1f} ms and waits {one.waits_ms:.1f} ms for other ranks"
-        for one in found[:_MAX_RANKS]
-    ]
-    if len(found) > _MAX_RANKS:
-        table.append(f"and {len(found) - _MAX_RANKS} more ranks")
-    result = shown.result
-    return replace(result, verdict=(first, *result.verdict), notes=(*table, *result.notes))
-
-
-def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
+def _diagnose(file: TraceFile, command: str) -> DiagnosisResult:
     steps = _steps(file)
     seen = Observations(steps=len(steps.marks), calls=len(steps.marks), is_recorded=True)
     for note in (*file.notes, *steps.notes):
@@ -154,7 +108,8 @@ def _diagnose(file: TraceFile, command: str) -> _Diagnosed:
             "is: all of it counts as one."
         )
         result = replace(result, verdict=(first, *result.verdict))
-    return _Diagnosed(file.rank, result)
+    figures = replace(figures_of(file.rank, result), host=Path(file.path).name)
+    return replace(result, ranks=(figures,))
 
 
 def _launched_in(file: TraceFile, steps: _Steps) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from headrace.bench import environment_of
 from headrace.device import Device, cuda_namespace, open_device
 from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.ranks import Meeting
 from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.verdict import line_count
 from headrace.errors import ProgramError
@@ -78,6 +79,7 @@ class _Run:
         self._complete: DiagnosisResult | None = None
         self._is_ended = False
         self._ended_in: int | None = None
+        self._meeting: Meeting | None = None
 
     def run(self, work: Callable[[], int]) -> int | None:
         """The exit code of the program; None if it was ended."""
@@ -98,11 +100,14 @@ class _Run:
 
     def result(self, exit_code: int | None) -> DiagnosisResult:
         if self._complete is None or self._fake is not None:
-            return self._explain(exit_code)  # there may be races after the last window
+            return self._of_all(
+                self._explain(exit_code)
+            )  # there may be races after the last window
         return replace(self._complete, exit_code=exit_code)
 
     def _completed(self) -> None:
         thread = threading.get_ident()
+        self._meeting = Meeting.now()
         if self._then == "stop" and self._ended_in != thread:
             self._is_ended = True
             self._ended_in = thread
@@ -113,9 +118,15 @@ class _Run:
         # The script runs on: what is drawn meanwhile must not change its random numbers. Libraries
         # that format text draw some when they are loaded.
         state = random.getstate()
-        self._complete = self._explain(None)
+        self._complete = self._of_all(self._explain(None))
         self._on_complete(self._complete)
         random.setstate(state)
+
+    def _of_all(self, result: DiagnosisResult) -> DiagnosisResult:
+        """With those of other ranks, if all have come to the end of the windows."""
+        if self._meeting is None or not result.ranks:
+            return result
+        return self._meeting.gathered(result)
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
         seen = self._session.seen

@@ -26,6 +26,7 @@ from headrace.device import Device, chrome_trace, cuda_namespace, is_profiling, 
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.loaders import LoaderFacts, Loaders
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
+from headrace.diagnosis.rank_waits import CollectiveWaits, has_ranks, host_lines, this_rank
 from headrace.diagnosis.steps import (
     Period,
     StepFinder,
@@ -39,8 +40,7 @@ from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.diagnosis.without_cupti import HostSteps, TimedSteps
 from headrace.errors import ProgramError
-from headrace.parallel import is_launched
-from headrace.records import LineRecord
+from headrace.records import HostLine, LineRecord
 from headrace.replacing import replaced
 from headrace.source_lines import short_path
 
@@ -76,7 +76,7 @@ class Settings:
                 raise ProgramError(f"{name} is {getattr(self, name)}; expected at least {least}")
 
 
-Window = Literal["warm-up", "clean", "profiled", "lines"]
+Window = Literal["warm-up", "clean", "profiled", "ranks", "lines"]
 #: Copies to the device, of which one line makes many when it moves a model.
 _COPIES = ("copy from pageable memory", "copy of a strided view", "blocking copy")
 
@@ -108,6 +108,11 @@ class Measurements:
     profiled_total_ns: int = 0
     loader: LoaderFacts | None = None
     python_lines: list[LineTime] = field(default_factory=list)
+    #: Of several ranks: the number of this one, how long it waited for others per step, by the
+    #: clock of the host, and where its host was.
+    rank: int | None = None
+    rank_waits_ms: float | None = None
+    host_lines: tuple[HostLine, ...] = ()
     #: The waits before the third window, by the user's line. On the fake device only, where looking
     #: changes no times.
     early_waits: dict[LineRecord, EarlyWaits] = field(default_factory=dict)
@@ -270,7 +275,7 @@ class Session:
     def _can_time_loader(self) -> bool:
         """Whether batches may be taken, and something is predicted with what that shows. Ranks must
         all take as many batches."""
-        return self._takes_batches and self.seen.measured.trace is not None and not is_launched()
+        return self._takes_batches and self.seen.measured.trace is not None and not has_ranks()
 
     def _complete(self) -> None:
         self._on_complete()
@@ -332,6 +337,8 @@ class Session:
                 yield from self._profiled_window(seen.device)
                 if measured.trace is not None:
                     yield from self._python_window(seen.device, measured.trace)
+            if has_ranks():
+                yield from self._ranks_window()
         if seen.device is not None and not seen.on_cpu:
             try:
                 yield from self._lines_window(seen.device)
@@ -418,7 +425,7 @@ class Session:
     def _python_window(self, device: Device, trace: StepTrace) -> Iterator[None]:
         """Where Python between launches makes the device wait: at which lines? Ranks leave this
         out, since they must all take as many steps."""
-        if is_profiling() or is_launched() or breakdown(trace).share("host") < _WORTH_SAMPLING:
+        if is_profiling() or has_ranks() or breakdown(trace).share("host") < _WORTH_SAMPLING:
             return
 
         def keep(traced: _Traced) -> None:
@@ -436,6 +443,24 @@ class Session:
                 yield from self._traced_steps(device, self.settings.lines, keep)
             else:
                 yield from self._timed.note_host(self.settings.lines, keep_timed)
+
+    def _ranks_window(self) -> Iterator[None]:
+        """Of several ranks: where is the host, and how long does it wait for the others?"""
+        measured, steps = self.seen.measured, 0
+        measured.window, measured.rank = "ranks", this_rank()[0]
+        waits = CollectiveWaits()
+        with (
+            sampled_lines() as samples,
+            waits.watching(),
+            self._torch_calls.noted(waits.edge),
+            suppress(GeneratorExit),  # the script has ended: keep what there is
+        ):
+            for _ in self._steps(self.settings.lines):
+                yield
+                steps += 1
+        if steps:
+            measured.rank_waits_ms = waits.ns / steps / 1e6
+            measured.host_lines = host_lines(samples, steps)
 
     def _traced_steps(
         self, device: Device, count: int, keep: Callable[[_Traced], object]
@@ -490,7 +515,7 @@ class Session:
         for number in range(count):
             # Ranks must end a window at the same step: there only the count ends it.
             is_late = time.monotonic() - start_s > _MAX_WINDOW_S
-            if number >= _MIN_STEPS and is_late and not is_launched():
+            if number >= _MIN_STEPS and is_late and not has_ranks():
                 return
             yield number
 

@@ -11,6 +11,7 @@ from headrace.text_table import text_table
 
 _MAX_LINES = 10
 _MAX_PYTHON_LINES = 5
+_MAX_RANKS = 64
 _MAX_PLACE = 40
 _MIN_CODE = 40
 #: The width of a column of figures, and of the space around a column.
@@ -35,6 +36,8 @@ def text_of(result: DiagnosisResult) -> str:
     parts = ["\n".join(textwrap.fill(text, _WIDTH) for text in result.verdict if text)]
     if result.parts is not None and result.step_ms:
         parts.append(_bar(result))
+    if result.ranks:
+        parts.append(_ranks(result))
     facts = _facts(result)
     if facts:
         parts.append(facts)
@@ -86,6 +89,21 @@ def _facts(result: DiagnosisResult) -> str:
             f"{result.watched_ms:.1f} ms while its waits were noted."
         )
     return textwrap.fill(text.strip(), _WIDTH)
+
+
+def _ranks(result: DiagnosisResult) -> str:
+    columns = ("rank", "host", "step ms", "computing ms", "waits for others ms")
+    rows = [
+        [
+            "–" if one.rank is None else one.rank,
+            one.host,
+            *(_number(value) for value in (one.step_ms, one.computing_ms, one.waits_ms)),
+        ]
+        for one in result.ranks[:_MAX_RANKS]
+    ]
+    shown = text_table(columns, rows, right=columns[2:]).rstrip()
+    more = len(result.ranks) - _MAX_RANKS
+    return f"{shown}\n  and {more} more ranks" if more > 0 else shown
 
 
 def _lines(result: DiagnosisResult) -> str:

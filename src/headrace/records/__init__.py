@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from headrace.records.diagnosis import DiagnosedLine as DiagnosedLine
     from headrace.records.diagnosis import DiagnosisResult as DiagnosisResult
     from headrace.records.diagnosis import Excerpt as Excerpt
+    from headrace.records.diagnosis import HostLine as HostLine
     from headrace.records.diagnosis import Outcome as Outcome
     from headrace.records.diagnosis import Prediction as Prediction
     from headrace.records.diagnosis import PythonLine as PythonLine
+    from headrace.records.diagnosis import RankFigures as RankFigures
     from headrace.records.diagnosis import TimeParts as TimeParts
     from headrace.records.environment import Environment as Environment
     from headrace.records.environment import WorkRecord as WorkRecord

@@ -97,6 +97,32 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLine:
+    """A line, and how long the host was there per step, from samples."""
+
+    line: LineRecord = field(default_factory=LineRecord)
+    ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What a rank's step took, for how long its GPU computed, and how long it waited for others.
+    `rank` is None for a trace that does not say; then `host` is its file. `lines` are where the
+    host was for longest."""
+
+    rank: int | None = None
+    host: str = ""
+    step_ms: float | None = None
+    computing_ms: float | None = None
+    waits_ms: float | None = None
+    lines: tuple[HostLine, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.host if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
 class DiagnosisResult(ResultFile):
     """What a run of a program showed. `exit_code` is the program's own; None if it was ended.
 
@@ -141,6 +167,8 @@ class DiagnosisResult(ResultFile):
     missing: tuple[str, ...] = ()
     #: Whether the parts are from the profiler's kernels; else they are from CUDA events.
     has_cupti: bool = True
+    #: Of all ranks, if there are several; the rest is about the one for which the others wait.
+    ranks: tuple[RankFigures, ...] = ()
     #: The first two steps under the profiler; the host's waits are named by their lines.
     timeline: StoredTimeline | None = None
     environment: Environment = field(default_factory=Environment)

@@ -9,16 +9,23 @@ from markupsafe import Markup, escape
 from headrace.records import (
     DiagnosedLine,
     DiagnosisResult,
-    LineRecord,
     PythonLine,
     TimeParts,
 )
-from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
+from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, figure, table
+from headrace.report.diagnosis_tables import (
+    has_times,
+    line_table,
+    place_of,
+    prediction_table,
+    python_table,
+    rank_table,
+    shown_line,
+)
 from headrace.report.environment import environment_view
-from headrace.report.figures import brief, moment, ms, share, times, words
+from headrace.report.figures import brief, moment, ms, share, words
 from headrace.report.page import Stat, Summary, render_page
 from headrace.report.timelines import timeline_group
-from headrace.source_lines import short_path
 
 #: The fill of each part of a step.
 _LOOKS = {
@@ -46,12 +53,13 @@ def diagnosis_page(result: DiagnosisResult, source: str) -> str:
         "summary": _summary(result),
         "parts": _parts(result),
         "fills": [(look, words(name)) for name, look in _LOOKS.items()],
+        "ranks": rank_table(result),
         "lines": [_line(one) for one in result.lines],
-        "line_table": _line_table(result),
-        "has_times": _has_times(result),
+        "line_table": line_table(result),
+        "has_times": has_times(result),
         "python_lines": [_python_line(one) for one in result.python_lines],
-        "python_table": _python_table(result),
-        "predictions": _predictions(result),
+        "python_table": python_table(result),
+        "predictions": prediction_table(result),
         "timeline_group": timeline_group([("steps", timeline)])
         if has_timeline and timeline is not None
         else None,
@@ -138,21 +146,15 @@ def _python_line(one: PythonLine) -> dict[str, object]:
 
 def _place_and_code(one: DiagnosedLine | PythonLine) -> dict[str, object]:
     """Where a line is, and the user's code. A line of a library has its text, too."""
-    line = _shown_line(one)
+    line = shown_line(one)
     is_library = one.called_from is not None and one.called_from is not line
     return {
-        "where": _place(line),
+        "where": place_of(line),
         "function": line.function if line is not None else "",
         "text": line.text if is_library and line is not None else "",
-        "called_from": _place(one.called_from) if is_library else None,
+        "called_from": place_of(one.called_from) if is_library else None,
         "code": _code(one),
     }
-
-
-def _shown_line(one: DiagnosedLine | PythonLine) -> LineRecord | None:
-    """The line; for generated code, which nobody can look up, the user's line that ran it."""
-    is_generated = one.line is not None and one.line.file.startswith("<")
-    return one.called_from if is_generated and one.called_from is not None else one.line
 
 
 def _with_code(text: str) -> Markup:
@@ -173,51 +175,6 @@ def _code(one: DiagnosedLine | PythonLine) -> list[tuple[int, str, bool]]:
         return [(line.line, line.text, True)]
     numbered = enumerate(one.excerpt.lines, one.excerpt.first)
     return [(number, text, number == line.line) for number, text in numbered]
-
-
-def _python_table(result: DiagnosisResult) -> Table | None:
-    if not result.python_lines:
-        return None
-    columns = ("line", "ms", "idle ms", "gain ms")
-    rows: list[Cells] = [
-        [_place(_shown_line(one)), figure(one.ms), figure(one.idle_ms), figure(one.gain_ms)]
-        for one in result.python_lines
-    ]
-    return table("Python between launches", columns, rows)
-
-
-def _line_table(result: DiagnosisResult) -> Table | None:
-    if not result.lines:
-        return None
-    columns: tuple[str, ...] = ("line", "form", "waits per step")
-    rows: list[Cells] = [
-        [_place(_shown_line(one)), one.title, figure(one.per_step, brief)] for one in result.lines
-    ]
-    if _has_times(result):
-        columns = (*columns, "blocked ms", "idle ms", "gain ms")
-        rows = [
-            [*row, figure(one.blocked_ms), figure(one.idle_ms), figure(one.gain_ms)]
-            for row, one in zip(rows, result.lines, strict=True)
-        ]
-    return table("Lines that made the host wait", columns, rows)
-
-
-def _has_times(result: DiagnosisResult) -> bool:
-    return any(one.blocked_ms is not None for one in result.lines)
-
-
-def _predictions(result: DiagnosisResult) -> Table | None:
-    if not result.predictions:
-        return None
-    rows: list[Cells] = [
-        [one.change, figure(one.step_ms), Cell(times(one.speedup), one.speedup)]
-        for one in result.predictions
-    ]
-    return table("What a step would take", ("change", "ms", "times as fast"), rows)
-
-
-def _place(line: LineRecord | None) -> str:
-    return "unknown" if line is None else f"{short_path(line.file)}:{line.line}"
 
 
 def _settings(result: DiagnosisResult) -> dict[str, object]:
