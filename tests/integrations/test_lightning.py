@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import headrace as hr
 from frameworks.training import assert_same, needs, samples, seeded, weights
 from headrace.errors import StepError
-from headrace.fake import fake_cuda
+from headrace.fake import Costs, fake_cuda
 
 lightning = needs("lightning")
 callbacks = needs("lightning.pytorch.callbacks")
@@ -226,6 +226,45 @@ def test_checkpoints_are_the_same_and_resumed_from(tmp_path: Path) -> None:
     assert found[0] == found[1]
     resume = runs[0][0] / "last.ckpt"
     compare(tmp_path, Module, resume, max_epochs=3)
+
+
+def test_a_training_after_a_search_for_its_learning_rate(tmp_path: Path) -> None:
+    """The search trains with optimizers of its own."""
+
+    class Searched(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.01
+
+    search = callbacks.LearningRateFinder(num_training_steps=6, early_stop_threshold=None)
+    _, sped_up = compare(tmp_path, Searched, callbacks=[search], max_epochs=1)
+    assert "AdamW: 3 replays" in sped_up.report
+
+
+def test_loggers_get_values_when_the_device_has_them(tmp_path: Path) -> None:
+    """On a device that is faster than the host: in the next batch."""
+
+    class Counts(CSVLogger):  # type: ignore[misc, valid-type]
+        steps: ClassVar[list[tuple[int, int]]] = []
+
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            if "loss" in metrics:
+                self.steps.append((step, trainer.fit_loop.epoch_loop.batch_idx))
+
+    with fake_cuda(costs=Costs(launch_us=100)):
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            accelerator="gpu",
+            devices=1,
+            logger=Counts(tmp_path),
+            log_every_n_steps=5,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[hr.lightning.SpeedUp()],
+        )
+        trainer.fit(Module(), DataLoader(samples(64), 4))
+    assert Counts.steps == [(4, 5), (9, 10), (14, 15)]
 
 
 def test_a_training_that_is_stopped_hands_on_all_values(tmp_path: Path) -> None:

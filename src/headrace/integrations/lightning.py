@@ -138,10 +138,18 @@ class _Fit:
         return process_dataloader
 
     def begin(self) -> None:
+        """A training begins: the one, or one by which a learning rate or a batch size is found,
+        after which Lightning makes new optimizers."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.close()
+        self._calls, self._batches = OutermostCalls(), 0
         if self._off is None and self._values is None and self._trainer.world_size == 1:
             self._values = LoggedValues(self._trainer, self._device, self._replaced)
 
     def batch_starts(self) -> None:
+        if self._values is not None:
+            self._values.deliver()
         if self._off is None and self._batches < _WATCHED:
             self._watching.enter_context(self._calls.watch())
 

@@ -36,6 +36,10 @@ class LoggedValues:
         if hasattr(module, _TO_TENSOR):
             replaced.replace(module, _TO_TENSOR, _AsTensor(module))
 
+    def deliver(self) -> None:
+        """Give the loggers what has arrived. Never waits."""
+        self._logged.deliver()
+
     def drain(self) -> None:
         """Wait for all values. The progress bar then shows those of the last batch."""
         self._logged.drain()
@@ -101,7 +105,6 @@ class LoggedValues:
                 logger.log_metrics(metrics={"epoch": epoch} | values, step=at)
                 logger.save()
 
-        self._logged.deliver()
         self._logged.push(metrics, hand_on)
 
 
