@@ -48,6 +48,8 @@ def inside(link: re.Match[str], folder: str) -> str:
     picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
     path = Path(os.path.normpath(ROOT / folder / target))
     docs = ROOT / "docs"
+    if not path.is_relative_to(ROOT):  # a page of the forge, such as ../../issues
+        return text
     place = path.relative_to(ROOT).as_posix()
     page = next((page for page, file in FILES.items() if file == place), None)
     if place == "README.md":

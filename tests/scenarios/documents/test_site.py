@@ -143,3 +143,14 @@ def test_the_api_page_has_every_public_name() -> None:
 def test_a_file_of_the_root_has_a_page_that_is_only_its_title(page: str, file: str) -> None:
     title = (ROOT / file).read_text(encoding="utf-8").splitlines()[0]
     assert text_of(page).strip() == title
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("zh/")])
+def test_a_chinese_page_has_the_code_of_the_english_one(page: str) -> None:
+    def without_comments(code: str) -> str:
+        return re.sub(r" *#.*", "", code)
+
+    english = [without_comments(code) for code in blocks(page.removeprefix("zh/"), "python")]
+    chinese = [without_comments(code) for code in blocks(page, "python")]
+    assert chinese
+    assert [code for code in chinese if code not in english] == []
