@@ -14,10 +14,14 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_MODULES = ("lightning", "transformers")
+from headrace.extras import require
+
+#: The modules, and the packages that each needs.
+_MODULES = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
 
 
 def __getattr__(name: str) -> ModuleType:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require(f"headrace.{name}", *_MODULES[name])
     return importlib.import_module(f"{__name__}.{name}")

@@ -26,9 +26,9 @@ from headrace.device import Device, open_device
 from headrace.errors import StepError
 from headrace.integrations.lightning_values import LoggedValues
 from headrace.integrations.outermost import OutermostCalls
-from headrace.integrations.replaced import ReplacedMethods
 from headrace.integrations.versions import warn_if_untested
 from headrace.plan import PLAN_VARIABLE
+from headrace.replacing import replaced
 
 log = logging.getLogger("headrace")
 
@@ -114,7 +114,7 @@ class _Fit:
     def __init__(self, trainer: Trainer, module: LightningModule, options: Any) -> None:
         self._trainer, self._options = trainer, options
         self._device = open_device(trainer.strategy.root_device)
-        self._replaced, self._watching = ReplacedMethods(), ExitStack()
+        self._installed, self._watching = ExitStack(), ExitStack()
         self._handle: Handle | None = None
         self._calls = OutermostCalls()
         self._batches = 0
@@ -125,7 +125,8 @@ class _Fit:
         elif (why := _why_not_ahead(trainer, module)) is not None:
             log.info("SpeedUp: batches are not copied ahead, because %s", why)
         else:
-            self._replaced.replace(trainer.strategy, "process_dataloader", self._ahead())
+            ahead = replaced(trainer.strategy, "process_dataloader", self._ahead())
+            self._installed.enter_context(ahead)
 
     def _ahead(self) -> Any:
         device, trainer = self._device, self._trainer
@@ -145,7 +146,7 @@ class _Fit:
             handle.close()
         self._calls, self._batches = OutermostCalls(), 0
         if self._off is None and self._values is None and self._trainer.world_size == 1:
-            self._values = LoggedValues(self._trainer, self._device, self._replaced)
+            self._values = LoggedValues(self._trainer, self._device)
 
     def batch_starts(self) -> None:
         if self._values is not None:
@@ -174,7 +175,7 @@ class _Fit:
     def close(self) -> None:
         """Put everything back. Values that have not arrived yet are handed on first."""
         with ExitStack() as last:
-            last.callback(self._replaced.undo)
+            last.callback(self._installed.close)
             if self._handle is not None:
                 last.callback(self._handle.close)
             if self._values is not None:

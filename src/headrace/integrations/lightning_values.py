@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from headrace.device import Device
 from headrace.integrations.late_values import LateValues, Number
-from headrace.integrations.replaced import ReplacedMethods
+from headrace.replacing import replaced
 
 _TO_TENSOR = "_LightningModule__to_tensor"
 
@@ -21,7 +22,7 @@ class LoggedValues:
     `log_every_n_steps`. `callback_metrics` are tensors on the device, as they always are.
     """
 
-    def __init__(self, trainer: Trainer, device: Device, replaced: ReplacedMethods) -> None:
+    def __init__(self, trainer: Trainer, device: Device) -> None:
         self._trainer, self._connector = trainer, trainer._logger_connector
         self._shown, self._logged = LateValues(device), LateValues(device)
         #: What progress bars show: the last value of each name that has arrived.
@@ -30,11 +31,13 @@ class LoggedValues:
         self._results = trainer.fit_loop.epoch_loop._results
         self._metrics_of_results = self._results.metrics
         self._log_metrics = self._connector.log_metrics
-        replaced.replace(self._results, "metrics", self._metrics)
-        replaced.replace(self._connector, "log_metrics", self._log)
+        self._installed = ExitStack()
+        use = self._installed.enter_context
+        use(replaced(self._results, "metrics", self._metrics))
+        use(replaced(self._connector, "log_metrics", self._log))
         module = trainer.lightning_module
         if hasattr(module, _TO_TENSOR):
-            replaced.replace(module, _TO_TENSOR, _AsTensor(module))
+            use(replaced(module, _TO_TENSOR, _AsTensor(module)))
 
     def deliver(self) -> None:
         """Give the loggers what has arrived. Never waits."""
@@ -47,6 +50,8 @@ class LoggedValues:
         self._connector._progress_bar_metrics.update(self._arrived)
 
     def close(self) -> None:
+        """Give Lightning its own methods back. Values that were not handed on are lost."""
+        self._installed.close()
         self._logged.close()
         self._shown.close()
 

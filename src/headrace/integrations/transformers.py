@@ -11,8 +11,10 @@ without a wait, and the loss is checked and logged without one.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,10 +24,10 @@ from headrace.capture import SpeedUp, SpeedUpReport
 from headrace.capture import speed_up as speed_up_parts
 from headrace.device import open_device
 from headrace.errors import StepError
-from headrace.integrations.replaced import ReplacedMethods
 from headrace.integrations.transformers_values import LateLogs, as_filtered
 from headrace.integrations.versions import warn_if_untested
 from headrace.plan import PLAN_VARIABLE
+from headrace.replacing import replaced
 
 log = logging.getLogger("headrace")
 
@@ -63,7 +65,7 @@ class SpeedUpTrainer:
     def __init__(self, trainer: Any, options: Any) -> None:
         self._trainer, self._options = trainer, options
         self._device = open_device(trainer.args.device)
-        self._replaced = ReplacedMethods()
+        self._installed = ExitStack()
         self._handle: SpeedUp | None = None
         self._report = SpeedUpReport((), "the trainer has not trained yet")
         self._logs: LateLogs | None = None
@@ -79,8 +81,16 @@ class SpeedUpTrainer:
             return
         self._train = trainer._inner_training_loop
         self._step = trainer.training_step
-        self._replaced.replace(trainer, "_inner_training_loop", self._training_loop)
-        self._replaced.replace(trainer, "training_step", self._training_step)
+
+        @functools.wraps(self._train)  # transformers reads the signature
+        def training_loop(*args: Any, **kwargs: Any) -> Any:
+            return self._training_loop(*args, **kwargs)
+
+        for name, method in (
+            ("_inner_training_loop", training_loop),
+            ("training_step", self._training_step),
+        ):
+            self._installed.enter_context(replaced(trainer, name, method))
 
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why: in this `train()`, or the last one."""
@@ -88,24 +98,24 @@ class SpeedUpTrainer:
 
     def close(self) -> None:
         """Give the trainer its own methods back."""
-        self._replaced.undo()
+        self._installed.close()
 
     def _training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's loop. It begins again with smaller batches if memory runs out, so what is
         made for one loop ends with it."""
         config = self._trainer.accelerator.dataloader_config
         before, config.non_blocking = config.non_blocking, True
-        replaced = ReplacedMethods()
         why = _why_on_time(self._trainer)
-        if why is None:
-            self._logs = LateLogs(self._trainer, self._device, replaced)
-        else:
-            log.info("transformers.speed_up: the host waits for what is logged, because %s", why)
         try:
+            if why is None:
+                self._logs = LateLogs(self._trainer, self._device)
+            else:
+                log.info(
+                    "transformers.speed_up: the host waits for what is logged, because %s", why
+                )
             return self._train(*args, **kwargs)
         finally:
             config.non_blocking = before
-            replaced.undo()
             if self._logs is not None:
                 self._logs.close()
                 self._logs = None

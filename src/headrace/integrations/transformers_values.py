@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from headrace.device import Device
 from headrace.integrations.late_values import LateValues, Number
-from headrace.integrations.replaced import ReplacedMethods
+from headrace.replacing import replaced
 
 log = logging.getLogger("headrace")
 
@@ -59,7 +60,7 @@ class LateLogs:
     Everything is logged before an evaluation, a checkpoint and the end of an epoch.
     """
 
-    def __init__(self, trainer: Any, device: Device, replaced: ReplacedMethods) -> None:
+    def __init__(self, trainer: Any, device: Device) -> None:
         self._trainer, self._device = trainer, device
         self._values = LateValues(device)
         self._tokens: torch.Tensor | int = 0
@@ -69,10 +70,14 @@ class LateLogs:
         self._finish_step = trainer._maybe_log_save_evaluate
         self._of_step = inspect.signature(self._finish_step)
         self._run_epoch = trainer._run_epoch
-        replaced.replace(trainer, "log", self._log_in_order)
-        replaced.replace(trainer, "_track_num_input_tokens", self._track_tokens)
-        replaced.replace(trainer, "_maybe_log_save_evaluate", self._log_save_evaluate)
-        replaced.replace(trainer, "_run_epoch", self._epoch)
+        self._installed = ExitStack()
+        for name, method in (
+            ("log", self._log_in_order),
+            ("_track_num_input_tokens", self._track_tokens),
+            ("_maybe_log_save_evaluate", self._log_save_evaluate),
+            ("_run_epoch", self._epoch),
+        ):
+            self._installed.enter_context(replaced(trainer, name, method))
 
     def deliver(self) -> None:
         """Log what has arrived. Never waits."""
@@ -84,6 +89,8 @@ class LateLogs:
         self._values.drain()
 
     def close(self) -> None:
+        """Give the trainer its own methods back. Values that were not logged are lost."""
+        self._installed.close()
         self._values.close()
 
     # --- in place of the Trainer's methods --------------------------------------------------------
