@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from headrace.diagnosis import monitor_steps as monitor_steps
     from headrace.diagnosis.in_lightning import LightningMonitor as LightningMonitor  # extra
     from headrace.diagnosis.in_transformers import TrainerMonitor as TrainerMonitor  # extra
+    from headrace.diagnosis.magic import load_ipython_extension as load_ipython_extension  # extra
     from headrace.engine import Carry as Carry
     from headrace.engine import CompileReport as CompileReport
     from headrace.engine import DeferredScalars as DeferredScalars

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from headrace.diagnosis.steps import StepLine
 from headrace.diagnosis.text import text_of
 from headrace.errors import ProgramError
 from headrace.records import DiagnosisResult
+from headrace.report import render_diagnosis
 
 
 class Diagnosis:
@@ -34,6 +36,18 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return text_of(self.result)
+
+    def __repr__(self) -> str:
+        return object.__repr__(self) if self._result is None else str(self)
+
+    def _repr_html_(self) -> str:
+        """The page, which a notebook shows inline. It is in a frame of its own, so that its styles
+        and those of the notebook do not mix."""
+        page = escape(render_diagnosis(self.result))
+        return (
+            f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width: 100%; height: 40em; '
+            'border: 0"></iframe>'
+        )
 
 
 @contextmanager

@@ -12,10 +12,18 @@ styles and scripts.
 
 from headrace.report.writing import (
     render,
+    render_diagnosis,
     try_report,
     write_perfetto,
     write_report,
     write_run_page,
 )
 
-__all__ = ["render", "try_report", "write_perfetto", "write_report", "write_run_page"]
+__all__ = [
+    "render",
+    "render_diagnosis",
+    "try_report",
+    "write_perfetto",
+    "write_report",
+    "write_run_page",
+]

@@ -35,6 +35,11 @@ def render(source: str | Path) -> str:
     return tune_page(result, source.name)
 
 
+def render_diagnosis(result: DiagnosisResult) -> str:
+    """The HTML of a diagnosis that has just ended."""
+    return diagnosis_page(result, Path(result.program).name)
+
+
 def write_run_page(result: RunResult, out: Path) -> None:
     """Write the page of a `headrace run` that has just ended."""
     _write(out, run_page(result, Path(result.program).name).encode())
