@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.capture.cache import GraphCache, signature
+from headrace.capture.cache import GraphCache
+from headrace.capture.signatures import signature
 from headrace.device import Device, open_device
 from headrace.errors import CaptureError
 from headrace.fake import FakeDevice

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.capture import graphed_model
+from headrace.capture import eager_calls
 from headrace.device import Device
 from headrace.fake import FakeDevice
 from support.graphs.sped_up import Made, batch, compare, fused, small
@@ -745,7 +745,7 @@ def test_a_host_wait_in_the_backward_is_eager(capturing: Device) -> None:
 def test_a_distributed_model_is_eager(
     capturing: Device, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(graphed_model, "parallelism_of", lambda model: kind)
+    monkeypatch.setattr(eager_calls, "parallelism_of", lambda model: kind)
     report = compare(capturing, lambda device: made(device, small(), squares), steps=5)
     assert f"wrapped in {kind.upper()}" in why(report)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.capture.graphed_update import _UpdateMemory
 from headrace.capture.module_guards import ModuleGuards
+from headrace.capture.update_memory import UpdateMemory, optimized
 
 
 def deep(layers: int) -> nn.Module:
@@ -49,11 +49,11 @@ def test_nor_does_that_of_an_update() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        memories.append(_UpdateMemory(optimizer))
-    one, other = memories
-    assert not one.has_moved()
-    assert not other.has_moved()
-    assert python_calls(one.has_moved) == python_calls(other.has_moved) < 10
+        memories.append((UpdateMemory(optimizer), optimized(optimizer)))
+    for memory, parameters in memories:
+        assert not memory.has_moved(parameters)
+    calls = [python_calls(lambda m=m, p=p: m.has_moved(p)) for m, p in memories]
+    assert calls[0] == calls[1] < 10
 
 
 def test_a_new_submodule_a_hook_and_a_buffer_are_changes() -> None:

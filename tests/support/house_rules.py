@@ -9,9 +9,16 @@ TESTED_IN = {
     "bench/works/test_work.py": ("bench/works/lookup.py",),
     "capture/test_graphed_model.py": (
         *("capture/backward_watch.py", "capture/gradients.py", "capture/memory.py"),
-        *("capture/nested.py", "capture/report.py"),
+        *("capture/nested.py", "capture/report.py", "capture/captured_model.py"),
+        *("capture/lanes.py", "capture/model_backward.py"),
+        *("capture/model_capture.py", "capture/model_state.py", "capture/model_trials.py"),
+        "capture/waiting_call.py",
     ),
-    "capture/test_graphed_update.py": ("capture/learning_rates.py",),
+    "capture/test_graphed_update.py": (
+        *("capture/captured_update.py", "capture/learning_rates.py"),
+    ),
+    "capture/test_function.py": ("capture/trials.py", "capture/work.py"),
+    "capture/test_guards.py": ("capture/group_settings.py", "capture/read_values.py"),
     "capture/test_reading.py": (
         *("capture/bytecode.py", "capture/calls.py", "capture/known.py", "capture/lookup.py"),
         *("capture/users_code.py", "capture/walk.py"),
@@ -51,7 +58,7 @@ TESTED_IN = {
     ),
     "integrations/test_lightning.py": ("integrations/lightning_values.py",),
     "integrations/test_transformers.py": ("integrations/transformers_values.py",),
-    "capture/test_parts.py": ("capture/accelerated.py",),
+    "capture/test_parts.py": ("capture/accelerated.py", "capture/part.py"),
     "lifecycle/test_metrics.py": ("lifecycle/usage_log.py",),
     "machine/test_monitor.py": ("device/sensors.py",),
     "progress/test_progress_line.py": ("progress/recent_loss.py",),
@@ -154,8 +161,6 @@ FIELDS_OF_OTHERS = {
 
 #: Classes of which methods set more than eight fields again, and how many.
 SET_AGAIN = {
-    "capture/graphed_model.py: GraphedModel": 19,
-    "capture/graphed_update.py: GraphedUpdate": 11,
     "capture/turns.py: Turns": 9,
     "diagnosis/step_monitor.py: StepMonitor": 9,
     "diagnosis/steps.py: StepFinder": 10,
@@ -168,7 +173,6 @@ LONG = {
     *("diagnosis/step_monitor.py", "engine/ladder.py"),
     *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
     *("bench/works/work.py", "capture/cache.py", "capture/function.py", "capture/gradients.py"),
-    *("capture/graphed_model.py", "capture/graphed_update.py", "capture/guards.py"),
     *("capture/outputs.py", "capture/parts.py", "capture/places.py", "capture/trace.py"),
     *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
     *("cli/diagnose.py", "data/buckets.py", "data/source.py"),

@@ -10,7 +10,7 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 from __future__ import annotations
 
 from headrace.capture.accelerated import is_prepared
-from headrace.capture.cache import CapturedWork, GraphCache, signature
+from headrace.capture.cache import CapturedWork, GraphCache
 from headrace.capture.capturable_optimizer import (
     CapturableOptimizer,
     can_be_fused,
@@ -25,9 +25,11 @@ from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
-from headrace.capture.parts import PartReport, SpeedUp, SpeedUpReport, is_sped_up, speed_up
+from headrace.capture.part import PartReport
+from headrace.capture.parts import SpeedUp, SpeedUpReport, is_sped_up, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
+from headrace.capture.signatures import signature
 from headrace.capture.state import StepState, unique
 from headrace.capture.trace import StepTracer, Storage, storages
 from headrace.capture.turns import Turns

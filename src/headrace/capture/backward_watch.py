@@ -9,7 +9,7 @@ and what the model's backward computes is put in the parameters' places.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ class BackwardOwner(Protocol):
 
     anchor: torch.Tensor
 
-    def owns(self, tensor: object) -> bool:
-        """Whether a tensor is one of its parameters."""
+    def owned(self, tensors: Iterable[object]) -> list[torch.Tensor]:
+        """Those that are its parameters."""
 
     def is_pending(self) -> bool:
         """Whether a call of it waits for its backward."""
@@ -51,7 +51,7 @@ def watch_backwards(owner: BackwardOwner) -> None:
             **options: Any) -> Any:  # fmt: skip
         arguments = (outputs, gradients, keep, create)
         owners = [one for one in list(_owners) if one.is_pending()] if inputs else []
-        asked = [(one, [p for p in map(_tensor, inputs) if one.owns(p)]) for one in owners]
+        asked = [(one, one.owned(map(_tensor, inputs))) for one in owners]
         asked = [(one, parameters) for one, parameters in asked if parameters]
         if not asked:
             return truth(*arguments, inputs, *rest, **options)

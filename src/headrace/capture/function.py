@@ -14,18 +14,17 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import torch
 
-from headrace.capture.cache import CapturedWork, GraphCache, signature
+from headrace.capture.cache import CapturedWork, GraphCache
 from headrace.capture.capturable_optimizer import CapturableOptimizer, rounding_when_captured
 from headrace.capture.guards import MEMORY_MOVES, Guards
 from headrace.capture.key_changes import KeyChanges
 from headrace.capture.memory import StateBeforeCapture, StateMemory
-from headrace.capture.recheck import Recheck
 from headrace.capture.report import (
     GraphReport,
     describe_failure,
@@ -33,123 +32,17 @@ from headrace.capture.report import (
     log_rounding,
     warn_not_captured,
 )
+from headrace.capture.signatures import signature
 from headrace.capture.state import StepState, settings_of_pytorch
-from headrace.capture.trace import StepTracer, Storage, storages
-from headrace.capture.watch import StepWatch
+from headrace.capture.trials import TracedRun, Trials
+from headrace.capture.work import Call, Outcome, Result, Work
 from headrace.data import flatten_batch
-from headrace.device import Device, Obstacle
+from headrace.device import Device
 from headrace.errors import CaptureError
 
 log = logging.getLogger("headrace")
-Call = TypeVar("Call", contravariant=True)
-Outcome = TypeVar("Outcome")
-Result = TypeVar("Result", covariant=True)
 # After this many captures in a row that made something that stays, none is tried any more.
 _MAX_UNFINISHED = 3
-
-
-class Work(Protocol[Call, Outcome, Result]):
-    """What is captured. A `call` is whatever the function is called with."""
-
-    def tree(self, call: Call) -> Any:
-        """The arguments: tensors and values, nested."""
-        ...
-
-    def find_state(self) -> StepState | None:
-        """What the function uses; None if that cannot be said before another call."""
-        ...
-
-    def found(self, guards: Guards) -> None:
-        """What the function uses has been searched for."""
-        ...
-
-    def settings(self) -> tuple[tuple[str, Any], ...]:
-        """What a graph freezes besides the optimizers' settings, by name."""
-        ...
-
-    def obstacle(self, state: StepState) -> str | None:
-        """Why the function cannot be captured; None if nothing prevents it."""
-        ...
-
-    def key(self, call: Call) -> tuple[Hashable, ...]:
-        """What a graph depends on besides the arguments and PyTorch's settings."""
-        ...
-
-    def graph_key(self, key: Hashable) -> Hashable | None:
-        """The key of the graph, if it depends on more than is known before calls have agreed. None:
-        run eagerly, the memory that a graph would use has not settled."""
-        ...
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Tensors that the function may read besides its state, since other checks notice if one is
-        replaced."""
-        ...
-
-    def held(self) -> list[torch.Tensor]:
-        """Those of them that must stay where they are while there are graphs."""
-        ...
-
-    def replaced(self) -> str | None:
-        """Why graphs would use memory that nobody uses any more; None if they would not."""
-        ...
-
-    def memory_moves(self) -> None:
-        """Called before the state is searched for again."""
-        ...
-
-    def run(self, call: Call) -> Result:
-        """Run eagerly."""
-        ...
-
-    def run_watched(self, call: Call, key: Hashable, tracer: StepTracer) -> tuple[Result, bool]:
-        """Run eagerly, traced. Returns also whether the trace is complete: False if the call has
-        shown more state than was known."""
-        ...
-
-    def run_compared(self, call: Call) -> tuple[Result, str | None] | None:
-        """Run as a replay would where no trace can be compared, and return what differs. None:
-        traces can be compared."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether this call may be captured, if it is due."""
-        ...
-
-    def record(self, tree: Any) -> Outcome:
-        """What a graph records."""
-        ...
-
-    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
-        """Called after a capture. Raises `CaptureError` if a replay would not do."""
-        ...
-
-    def keep(self, captured: CapturedWork[Outcome], key: Hashable) -> None:
-        """A capture has succeeded."""
-        ...
-
-    def write_rates(self) -> None:
-        """Bring the learning rates on the device up to date."""
-        ...
-
-    def use_optimizers(self, capturable: Sequence[CapturableOptimizer]) -> None:
-        """The optimizers are capturable from now on; none: they are plain again."""
-        ...
-
-    def replay(
-        self,
-        captured: CapturedWork[Outcome],
-        key: Hashable,
-        call: Call,
-        leaves: list[torch.Tensor],
-    ) -> Result: ...
-
-    def dropped(self) -> None:
-        """All graphs have been dropped."""
-        ...
-
-    def given_up(self) -> None:
-        """Nothing will be captured any more."""
-        ...
 
 
 class CapturedFunction(Generic[Call, Outcome, Result]):
@@ -176,8 +69,8 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         self.graphs: GraphCache[Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=capture_after
         )
-        self._watch = StepWatch(watch_first, watch_last)
-        self._recheck, self._key_changes = Recheck(recheck), KeyChanges()
+        self._trials = Trials(device, first=watch_first, last=watch_last, recheck=recheck)
+        self._key_changes = KeyChanges()
         self._pytorch = settings_of_pytorch(device)
         self._capturable: list[CapturableOptimizer] = []
         self._unfinished: Counter[Hashable] = Counter()
@@ -201,7 +94,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             if self._key_changes.streak:
                 self._key_changes.seen()
             if captured.suits(leaves):
-                if self._recheck.is_due(captured):
+                if self._trials.recheck.is_due(captured):
                     return self._check_again(captured, key, call, tree)
                 self.replays += 1
                 return self._work.replay(captured, key, call, leaves)
@@ -213,7 +106,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             self._key_changes.add(tree, self._device, self._plan_name)
         else:
             self._key_changes.seen()
-        if not self._watch.wants(key, self.graphs.uses(key)):
+        if not self._trials.watch.wants(key, self.graphs.uses(key)):
             return self._work.run(call)
         return self._run_watched(call, tree, key)
 
@@ -235,10 +128,10 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             memory_bytes=self.graphs.memory_bytes + more_bytes,
             why=why,
             decision=None,
-            rounding=join_reasons(self._watch.rounding, *rounding),
+            rounding=join_reasons(self._trials.watch.rounding, *rounding),
             seconds=self.graphs.seconds,
-            rechecks=self._recheck.checks,
-            differed=self._recheck.differed,
+            rechecks=self._trials.recheck.checks,
+            differed=self._trials.recheck.differed,
             way="whole step" if len(self.graphs) else "eager",
         )
 
@@ -257,12 +150,12 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
     def answer_as_captured(self) -> None:
         """Tell trials from the first one on that they are captured, as in the run that this one
         continues."""
-        self._watch.answer_as_captured()
+        self._trials.watch.answer_as_captured()
 
     @property
     def answers_as_captured(self) -> bool:
         """Whether code has asked whether it is captured, and is told so."""
-        return self._watch.as_captured
+        return self._trials.watch.as_captured
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -317,7 +210,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
     def _graph_for(self, key: Hashable, tree: Any) -> CapturedWork[Outcome] | None:
         """The graph for this call, captured now if it is due; None: run eagerly."""
         try:
-            graph_key = self._work.graph_key(key) if self._watch.has_agreed(key) else None
+            graph_key = self._work.graph_key(key) if self._trials.watch.has_agreed(key) else None
             captured = self.graphs.find(key if graph_key is None else graph_key)
             if captured is not None or graph_key is None or not self.graphs.is_due(graph_key):
                 return captured
@@ -328,12 +221,11 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
 
     def _run_watched(self, call: Call, tree: Any, key: Hashable) -> Result:
         """Run eagerly, and look for what no graph could repeat."""
-        result, tracer, obstacles, known = self._run_traced(call, tree, key)
-        if known is None:
+        result, trial = self._run_traced(call, tree, key)
+        if trial is None:
             self.guards = None  # watch again, with all that the function uses
         else:
-            is_first = self.graphs.uses(key) == 1
-            why = self._watch.learn(key, tracer.trace, obstacles, known, first=is_first)
+            why = self._trials.learn(key, trial, first=self.graphs.uses(key) == 1)
             if why is not None:
                 self.give_up(why)
         return result
@@ -345,40 +237,22 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         self._one_by_one += 1
         if (compared := self._work.run_compared(call)) is not None:
             result, found = compared
-            self._learn_of(captured, found)
-            return result
-        result, tracer, obstacles, known = self._run_traced(call, tree, key)
-        found = None
-        if known is not None and self.why is None:
-            found = self._watch.difference(key, tracer.trace, obstacles, known)
-        self._learn_of(captured, found)
+        else:
+            result, trial = self._run_traced(call, tree, key)
+            is_known = trial is not None and self.why is None
+            found = self._trials.difference(key, trial) if is_known and trial is not None else None
+        if self._trials.learn_of(captured, found, f"plan {self._plan_name}"):
+            self.drop()
+            if self._trials.recheck.is_hopeless:
+                self.give_up(f"the step changes while its graphs are in use: {found}")
         return result
 
-    def _learn_of(self, captured: CapturedWork[Outcome], found: str | None) -> None:
-        """A graph was checked, and differs (`found`) or not."""
-        if not self._recheck.learn(captured, found):
-            return
-        log.warning("plan %s: %s", self._plan_name, self._recheck.differed)
-        self.drop()
-        if self._recheck.is_hopeless:
-            self.give_up(f"the step changes while its graphs are in use: {found}")
-
-    def _run_traced(
-        self, call: Call, tree: Any, key: Hashable
-    ) -> tuple[Result, StepTracer, Sequence[Obstacle], set[Storage] | None]:
-        """Run eagerly under a trace. Returns also the memory that the function may read; None if
-        the trace is not complete."""
-        tracer = StepTracer(
-            self._device,
-            CapturedFunction._run_traced.__code__,
-            as_captured=self._watch.as_captured,
-        )
-        known = storages([*self._known_tensors(), *flatten_batch(tree)])
-        with self._device.watch() as obstacles:
-            result, is_complete = self._work.run_watched(call, key, tracer)
-        if not is_complete:
-            return result, tracer, obstacles, None
-        return result, tracer, obstacles, known | storages(self._known_tensors())
+    def _run_traced(self, call: Call, tree: Any, key: Hashable) -> tuple[Result, TracedRun | None]:
+        """Run eagerly under a trace, which is None if it is not complete."""
+        leaves, code = flatten_batch(tree), CapturedFunction._run_traced.__code__
+        with self._trials.run(code, lambda: [*self._known_tensors(), *leaves]) as trial:
+            result, is_complete = self._work.run_watched(call, key, trial.tracer)
+        return result, trial if is_complete else None
 
     def _known_tensors(self) -> list[torch.Tensor]:
         """Tensors that the function may read: other checks notice if one is replaced."""
@@ -402,8 +276,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         if self._cautious and not len(self.graphs):
             _require_room(self._device)
         with self._ready_for_capture(guards) as undo:
-            before = StateBeforeCapture(state, guards.tensors())
-            try:
+            with StateBeforeCapture(state, guards.tensors()) as before:
                 captured = self.graphs.capture(
                     graph_key, tree, work.record, self._known_tensors(), state.updated()
                 )
@@ -413,8 +286,6 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
                     self._note_unfinished(key, before)
                     return None
                 work.check(key, before)
-            finally:
-                before.restore()
             guards.require_unchanged()
             undo.pop_all()
         if self.graphs.captures == 1:
@@ -422,7 +293,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         self._unfinished.clear()
         self._memory = StateMemory(state, (*work.held(), *guards.tensors()))
         guards.note_capture()
-        captured.hold([*self._known_tensors(), *self._watch.read_by(key)])
+        captured.hold([*self._known_tensors(), *self._trials.watch.read_by(key)])
         work.keep(captured, key)
         return captured
 
@@ -482,7 +353,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         """Drop all graphs. Each shape is watched again before its next capture."""
         self.graphs.close()
         self._memory = None
-        self._watch.forget()
+        self._trials.watch.forget()
         self._work.dropped()
 
     def restart(self) -> None:

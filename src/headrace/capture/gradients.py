@@ -34,7 +34,7 @@ class GradientBuffers:
 
     def __init__(self, device: Device, parameters: Sequence[torch.Tensor]) -> None:
         self._device = device
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         #: By number; only those that a graph has given a gradient.
         self._buffers: dict[int, torch.Tensor] = {}
         self._memory: dict[int, int] = {}
@@ -60,7 +60,7 @@ class GradientBuffers:
         """Allocate buffers for the parameters that have none."""
         for number in numbers:
             if number not in self._buffers:
-                self.add_buffer(number, torch.empty_like(self._parameters[number]).detach())
+                self.add_buffer(number, torch.empty_like(self.parameters[number]).detach())
 
     def take(
         self, gradients: dict[int, torch.Tensor], besides: Sequence[torch.Tensor | None]
@@ -69,7 +69,7 @@ class GradientBuffers:
         be, and nothing else has their memory. Empties `gradients`."""
         used = {one.untyped_storage()._cdata for one in besides if one is not None}
         for number in list(gradients):
-            one, parameter = gradients[number], self._parameters[number]
+            one, parameter = gradients[number], self.parameters[number]
             memory = one.untyped_storage()
             fits = one.stride() == torch.empty_like(parameter, device="meta").stride()
             if not fits or memory._cdata in used or memory.nbytes() != one.nbytes:
@@ -87,6 +87,11 @@ class GradientBuffers:
         new = [number for number in self._buffers if number not in self._own_objects]
         for number, objects, memory in zip(new, *self._references(new), strict=True):
             self._own_objects[number], self._own_memory[number] = objects, memory
+
+    def missing_bytes(self) -> int:
+        """The memory that the first capture will take for gradients."""
+        trained = (one for one in self.parameters if one.requires_grad)
+        return 0 if self._buffers else sum(one.nbytes for one in trained)
 
     def nbytes(self) -> int:
         kinds = (self._buffers, self._aside, self._partial)
@@ -126,9 +131,9 @@ class GradientBuffers:
         replay()
         wishes = {id(one) for one in wanted}
         found = {
-            self._parameters[number]: self._buffers[number].clone()
+            self.parameters[number]: self._buffers[number].clone()
             for number in numbers
-            if id(self._parameters[number]) in wishes
+            if id(self.parameters[number]) in wishes
         }
         if kept:
             torch._foreach_copy_(_pick(self._buffers, kept), list(kept.values()))
@@ -166,7 +171,7 @@ class GradientBuffers:
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         restored: list[int] = []
         for number in numbers:
-            parameter, buffer = self._parameters[number], self._buffers[number]
+            parameter, buffer = self.parameters[number], self._buffers[number]
             gradient = parameter.grad
             if gradient is buffer:
                 added.append(number)
@@ -211,7 +216,7 @@ class GradientBuffers:
     def _held(self, numbers: Sequence[int], besides: dict[int, None]) -> list[int]:
         """Those whose buffer somebody holds, as `p.grad` or otherwise, and that are not known."""
         objects, memory = self._references(numbers)
-        gradients = list(map(_GRADIENT, map(self._parameters.__getitem__, numbers)))
+        gradients = list(map(_GRADIENT, map(self.parameters.__getitem__, numbers)))
         own_objects = list(map(self._own_objects.__getitem__, numbers))
         own_memory = list(map(self._own_memory.__getitem__, numbers))
         if (

@@ -20,25 +20,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 
-from headrace.capture.capturable_optimizer import takes_rates_as_tensors
-from headrace.capture.comparison import Comparison
-from headrace.capture.known import Known
+from headrace.capture.group_settings import GroupSettings
 from headrace.capture.obstacles import hooks_so_far, state_obstacle
-from headrace.capture.places import Place
-from headrace.capture.reading import Reader
+from headrace.capture.read_values import ReadValues
 from headrace.capture.state import StepState
 from headrace.capture.user_compiled import describe_own_graphs
 from headrace.data import host_rng_states, set_host_rng_states
-from headrace.device import Device
 from headrace.errors import CaptureError
-from headrace.parallel import unwrap
-from headrace.source_lines import Site
 
 # Changes less than this many batches apart are frequent.
 _STEADY_BATCHES = 10
@@ -55,89 +48,6 @@ MEMORY_MOVES = (
     "the model or the optimizer gets other memory from batch to batch, and a graph would use the "
     "old: write to it in place, as p.data.copy_(…) does"
 )
-# Entries of a parameter group that are not compared: the parameters, what a scheduler remembers,
-# and what a capture sets.
-_NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
-_Setting = tuple[dict[str, Any], str]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedValue:
-    """A value that has changed: its name, and the line that changes or names it. As text, it says
-    why the step cannot be captured and what to do."""
-
-    name: str
-    line: Site | None
-    has_tensors: bool
-
-    def __str__(self) -> str:
-        where = "" if self.line is None else f" ({self.line})"
-        if self.name.endswith(".training"):
-            remedy = "call train() and eval() between epochs, not between the batches of one"
-        elif self.name.endswith(".last_epoch"):
-            remedy = "call the scheduler's step() in the loop, after the step"
-        elif self.has_tensors:
-            remedy = "keep the same tensor and write to it in place, with copy_()"
-        else:
-            remedy = "make it a tensor on the device and write to it in place, with fill_()"
-        return (
-            f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
-            f"it was captured with: {remedy}"
-        )
-
-
-class ReadValues:
-    """A snapshot of the places that a step's function, modules and optimizers read."""
-
-    def __init__(self, state: StepState) -> None:
-        self._state = state
-        self._read()
-
-    def _read(self) -> None:
-        state = self._state
-        self.reader = reader = Reader(state.device.holds, state.function)
-        modules = tuple(map(unwrap, state.modules))
-        first = tuple(Known(one, type(one).__name__) for one in modules[: state.passes_model])
-        reader.function(state.function, first)
-        for one in (*modules, *state.optimizers):
-            reader.owner(one)
-        self._compile()
-
-    def _compile(self) -> None:
-        comparison = Comparison()
-        for place in self.reader.places:
-            place.compare_in(comparison)
-        self._holds = comparison.compile()
-
-    def changed(self) -> ChangedValue | None:
-        """The first value that differs from the snapshot. If there is one, take a new snapshot."""
-        if self._holds():
-            return None
-        differing = [place for place in self.reader.places if not place.is_same()]
-        changed = next((place for place in differing if place.has_changed()), None)
-        described = None if changed is None else self._describe(changed)
-        if changed is not None:
-            self._read()
-        else:
-            for place in differing:
-                place.compare_by_value()
-            self._compile()
-        return described
-
-    def changed_so_far(self) -> ChangedValue | None:
-        """Like `changed`, but keeps the snapshot, so that `restore` can still undo the change."""
-        places = () if self._holds() else self.reader.places
-        changed = next((place for place in places if place.has_changed()), None)
-        return None if changed is None else self._describe(changed)
-
-    def _describe(self, place: Place) -> ChangedValue:
-        return ChangedValue(place.name, self.reader.places.line_of(place), place.has_tensors())
-
-    def restore(self) -> None:
-        """Set all values back to the snapshot, after a step that does not count."""
-        if not self._holds():
-            for place in self.reader.places:
-                place.restore()
 
 
 class Guards:
@@ -153,7 +63,7 @@ class Guards:
         self._modules: list[torch.nn.Module] = []
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
-        self._group_settings = _GroupSettings()
+        self._group_settings = GroupSettings()
 
     def check(self, replaced: str | None = None, *, after_new_shape: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
@@ -261,68 +171,6 @@ class Guards:
     def _frozen_settings(self) -> tuple[Hashable, ...]:
         """The settings that a graph freezes, by name."""
         return (*self._more_settings(), *self._group_settings.read(self._state))
-
-
-class _GroupSettings:
-    """The settings of all parameter groups. They are read again only after one has changed."""
-
-    def __init__(self) -> None:
-        self._groups: list[dict[str, Any]] = []
-        self._hold: Callable[[], bool] = bool
-        self._values: tuple[Hashable, ...] = ()
-        self._are_fixed = True  # whether each stays the same as long as it is the same object
-
-    def read(self, state: StepState) -> tuple[Hashable, ...]:
-        """The present settings, by name."""
-        groups = state.param_groups()
-        same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
-        if not (same and self._are_fixed and self._hold()):
-            self._groups = groups
-            comparison, settings = Comparison(), _settings_of(state)
-            for group in groups:
-                comparison.size(group, len(group))
-            for group, name in settings:
-                comparison.entry(group, name, group[name])
-            self._hold = comparison.compile()
-            values = [(name, group[name]) for group, name in settings]
-            self._values = tuple((name, _frozen(value, state.device)) for name, value in values)
-            self._are_fixed = all(_is_fixed(value, state.device) for _, value in values)
-        return self._values
-
-
-def _settings_of(state: StepState) -> list[_Setting]:
-    found: list[_Setting] = []
-    for optimizer in state.optimizers:
-        unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
-        for group in optimizer.param_groups:
-            found += [(group, name) for name in group if name not in unread]
-    return found
-
-
-def _frozen(value: Any, device: Device) -> Hashable:
-    """A setting's present value, to be compared with a later one: containers by their items, arrays
-    by their numbers, tensors and other objects by identity, and host tensors by version, too."""
-    if isinstance(value, torch.Tensor):
-        return id(value), None if device.holds(value) else value._version
-    if isinstance(value, list | tuple):
-        return (type(value), *(_frozen(one, device) for one in value))
-    if isinstance(value, dict):
-        return (type(value), *((key, _frozen(one, device)) for key, one in value.items()))
-    if isinstance(value, set):
-        return frozenset(value)
-    if isinstance(value, numpy.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    return value if _is_fixed(value, device) else id(value)
-
-
-def _is_fixed(value: Any, device: Device) -> bool:
-    """Whether a setting stays the same as long as it is the same object. All objects with a hash
-    are taken to."""
-    if isinstance(value, torch.Tensor):
-        return device.holds(value)
-    if isinstance(value, tuple):
-        return all(_is_fixed(one, device) for one in value)
-    return isinstance(value, Hashable)
 
 
 def _changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:

@@ -85,8 +85,9 @@ def _with_addresses(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class StateBeforeCapture:
-    """The state before a capture, to be restored after it: gradients, the optimizers' state,
-    buffers and tensors that are attributes of modules, and the gradient scalers' bookkeeping.
+    """The state before a capture: gradients, the optimizers' state, buffers and tensors that are
+    attributes of modules, and the gradient scalers' bookkeeping. Capture in a `with` block of it:
+    the end of the block restores all of that.
     `others` are tensors that the step can reach besides those of the state."""
 
     def __init__(self, state: StepState, others: Iterable[torch.Tensor] = ()) -> None:
@@ -153,6 +154,14 @@ class StateBeforeCapture:
                             f"the step replaces {type(module).__name__}.{name}, and a graph would "
                             "keep using the old tensor: write to it in place, with copy_()"
                         )
+
+    def __enter__(self) -> StateBeforeCapture:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.restore()
+        if kind is torch.OutOfMemoryError:
+            raise CaptureError("the device has no memory for a graph's inputs")
 
     def restore(self) -> None:
         for tensor, memory in self._memory:

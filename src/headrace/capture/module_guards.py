@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from headrace.capture.guards import ReadValues
+from headrace.capture.comparison import dicts_of_modules
+from headrace.capture.obstacles import count_global_hooks, hooks_so_far
+from headrace.capture.read_values import ReadValues
 from headrace.capture.state import unique
 
 _TRAINING = operator.attrgetter("training")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks")
-_LATER_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+_HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # What every module has of its own, and what is checked apart or put there by a wrapper.
 _OWN = frozenset({*vars(torch.nn.Module()), "forward", "__getstate__"})
 #: Ends what is compared, so that more or fewer values differ from it.
@@ -52,24 +53,18 @@ class ModuleGuards:
             if one.layout is torch.strided and not one.is_nested
         ]
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self._parameter_hooks = list(map(_HOOKS_OF_PARAMETER, self.parameters))
-        self._later_hooks = list(map(_LATER_HOOKS, self.parameters))
-        hooks: list[Any] = [getattr(one, kind) for one in self.modules for kind in _HOOKS]
-        self._no_hooks = [one for one in hooks if not one]
-        self._hook_dicts = [one for one in hooks if one]
-        self._hook_counts = list(map(len, self._hook_dicts))
-        self._note_entries()
-
-    def _note_entries(self) -> None:
-        registered: list[dict[str, Any]] = []
-        for module in self.modules:
-            registered += [module._parameters, module._buffers, module._modules]
-        self._registered = [one for one in registered if one]
+        registered = dicts_of_modules(self.modules)
+        # Views show what the dicts hold now.
+        self._registered = [one.values() for one in registered if one]
         self._empty = [one for one in registered if not one]
         self._registered_values = [*self._now_registered()]
+        self._hook_dicts = [one for one in self._all_hooks() if one]
+        self._hook_counts = list(map(len, self._hook_dicts))
+        self._global_hooks = count_global_hooks()
+        self._hooks_so_far = hooks_so_far()
 
     def _now_registered(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(map(dict.values, self._registered)), _END)
+        return chain(chain.from_iterable(self._registered), _END)
 
     def hold(self) -> bool:
         """Whether all is as it was. Call it before each replay: no Python code runs for each
@@ -78,11 +73,22 @@ class ModuleGuards:
             list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
             and all(map(operator.is_, self._now_registered(), self._registered_values))
             and not any(self._empty)
-            and not any(self._no_hooks)
             and list(map(len, self._hook_dicts)) == self._hook_counts
-            and list(map(_HOOKS_OF_PARAMETER, self.parameters)) == self._parameter_hooks
-            and list(map(_LATER_HOOKS, self.parameters)) == self._later_hooks
+            and (hooks_so_far() == self._hooks_so_far or self._have_same_hooks())
         )
+
+    def _all_hooks(self) -> Iterator[Any]:
+        """The dicts of all hooks, or None for a parameter that never had one."""
+        yield from (getattr(one, kind) for one in self.modules for kind in _HOOKS)
+        yield from (getattr(one, kind) for one in self.parameters for kind in _HOOKS_OF_PARAMETER)
+
+    def _have_same_hooks(self) -> bool:
+        """PyTorch numbers all hooks, so this is only asked after some hook was made somewhere."""
+        counted = sum(map(bool, self._all_hooks())) == len(self._hook_dicts)
+        same = counted and count_global_hooks() == self._global_hooks
+        if same:
+            self._hooks_so_far = hooks_so_far()
+        return same
 
     def written_buffer(self, versions: list[int]) -> str | None:
         """A buffer that has been written since it had these versions, and that a forward may read.
@@ -99,9 +105,9 @@ class ModuleGuards:
                     return f"{type(module).__name__}.{name}"
         return None
 
-    def modes(self) -> tuple[bool, ...]:
+    def modes(self) -> list[bool]:
         """Which modules are in training mode."""
-        return tuple(map(_TRAINING, self.modules))
+        return list(map(_TRAINING, self.modules))
 
     def difference(self) -> str:
         """What has changed, in words; it follows "because"."""

@@ -123,6 +123,11 @@ def hooks_so_far() -> int:
     return RemovableHandle.next_id - _own_numbers
 
 
+def count_global_hooks() -> int:
+    """How many hooks of all modules and optimizers there are."""
+    return sum(len(getattr(owner, name)) for owner, names, _ in _GLOBAL_HOOKS for name in names)
+
+
 def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """The Python hooks of the autograd node that adds to a parameter's gradient. PyTorch shows them
     only to who adds one."""

@@ -27,6 +27,8 @@ import torch
 from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
+from headrace.capture.model_trials import GraphOptions
+from headrace.capture.part import PartReport, PartTally
 from headrace.capture.report import Way
 from headrace.data import prefetch
 from headrace.device import Device, available_devices, open_device
@@ -37,38 +39,6 @@ from headrace.plan import PLAN_VARIABLE
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # Replaying a graph takes the host as long as launching the kernels of a few layers.
 _MIN_LAYERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PartReport:
-    """What became of one part. `why` says why it always runs eagerly; None if graphs are in use.
-    `eager` are the calls that ran eagerly, by reason. `rounding` says why the last digits differ
-    from the plain loop's; None if nothing is known to change them."""
-
-    name: str
-    replays: int
-    captures: int
-    eager: dict[str, int]
-    memory_bytes: int
-    why: str | None = None
-    rounding: str | None = None
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}: {self.replays:,} replays, {sum(self.eager.values()):,} eager calls"]
-        if self.captures:
-            lines[0] += f", {self.captures} captures, {self.memory_bytes / 1e6:,.0f} MB"
-        if not self.replays and not self.eager and self.why is None:
-            lines.append("  has not been called, or only inside compiled code")
-        if self.why is not None:
-            lines.append(f"  runs eagerly, because {self.why}")
-        lines += [
-            f"  eager {count:,} times: {why}"
-            for why, count in self.eager.items()
-            if why != self.why
-        ]
-        if self.rounding is not None:
-            lines.append(f"  {self.rounding}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +90,14 @@ class SpeedUp:
         for name, child in _children(model):
             if id(child) not in own and "forward" not in vars(child):
                 own.add(id(child))
-                self._add(child, graphed.for_child(child, f"{graphed.name}.{name}"))
+                self._add(child, graphed.for_child(child, name))
 
-    def parts(self) -> list[GraphedModel | GraphedUpdate]:
-        """What runs as graphs, or may: more once a model has been divided."""
+    def _pieces(self) -> list[GraphedModel | GraphedUpdate]:
         return [*self._models, *self._updates]
+
+    def parts(self) -> list[PartTally]:
+        """What runs as graphs, or may: more once a model has been divided."""
+        return [one.part for one in self._pieces()]
 
     def when_replayed(self, call: Callable[[torch.optim.Optimizer], object]) -> None:
         """Call this after each replay of an optimizer's step."""
@@ -132,20 +105,9 @@ class SpeedUp:
 
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why."""
-        parts = [
-            PartReport(
-                one.name,
-                one.replays,
-                one.captures,
-                dict(one.eager),
-                one.memory_bytes,
-                one.why,
-                one.rounding,
-            )
-            for one in self.parts()
-        ]
+        parts = [one.report() for one in self._pieces()]
         used = [one.name for one in parts if one.replays and one.why is None]
-        models = {one.name for one in self._models}
+        models = {one.name for one in parts[: len(self._models)]}
         children = [name for name in used if name in models and "." in name]
         way: Way = "parts" if used else "eager"
         if children and len(children) == len(models.intersection(used)):
@@ -166,8 +128,8 @@ class SpeedUp:
         still get it."""
         while self._undo:
             self._undo.pop()()
-        for part in self.parts():
-            part.close()
+        for piece in self._pieces():
+            piece.close()
 
     def __enter__(self) -> SpeedUp:
         return self
@@ -230,12 +192,15 @@ def speed_up(
     names = _names((*models, *optimizers))
     graphed = []
     for model in models:
-        part = GraphedModel(
-            model, opened, name=names[id(model)], after=after, max_graphs=shapes, recheck=recheck
+        forward = torch.compile(model.forward) if compile else model.forward
+        graphed.append(
+            (
+                model,
+                GraphedModel(
+                    model, forward, opened, names[id(model)], GraphOptions(after, shapes, recheck)
+                ),
+            )
         )
-        if compile:
-            part.compile()
-        graphed.append((model, part))
     updates = [
         (one, GraphedUpdate(optimizer_inside(one), opened, name=names[id(one)], after=after))
         for one in optimizers
@@ -375,9 +340,9 @@ def _install_step(
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
         if not switch.is_on:
             return plain(closure)
-        before = update.replays
+        before = update.part.replays
         result = update(closure)
-        if update.replays != before:
+        if update.part.replays != before:
             for call in on_replay:
                 call(optimizer)
         return result
