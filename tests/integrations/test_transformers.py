@@ -275,6 +275,28 @@ def test_a_training_that_is_stopped_logs_all_values(tmp_path: Path) -> None:
     assert len(logs[0]) == 7
 
 
+def test_the_host_is_at_most_eight_batches_ahead(tmp_path: Path) -> None:
+    with fake_cuda():
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=20, report_to="none", disable_tqdm=True, save_strategy="no"
+        )
+        trainer = transformers.Trainer(bert(), arguments, train_dataset=Sentences())
+        hr.transformers.speed_up(trainer)
+        step, ended, behind = trainer.training_step, [], []
+
+        def timed(*given: Any, **named: Any) -> Any:
+            loss = step(*given, **named)
+            behind.append(sum(not event.query() for event in ended))
+            ended.append(torch.cuda.Event())
+            ended[-1].record()
+            return loss
+
+        trainer.training_step = timed
+        trainer.train()
+    forget_accelerators()
+    assert 4 < max(behind) <= 8
+
+
 def test_close_gives_the_trainer_its_own_methods_back(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
     with fake_cuda():

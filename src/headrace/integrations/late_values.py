@@ -11,6 +11,8 @@ from headrace.device import Device
 from headrace.engine import DeferredScalars
 
 Number = int | float | bool
+#: How many batches the host may be ahead of the device, and values may be late.
+MAX_AHEAD = 8
 
 
 class LateValues:

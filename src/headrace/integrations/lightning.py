@@ -23,7 +23,9 @@ from headrace.capture import SpeedUp as Handle
 from headrace.capture import SpeedUpReport, speed_up
 from headrace.data import Prefetcher
 from headrace.device import Device, open_device
+from headrace.engine import RunAhead
 from headrace.errors import StepError
+from headrace.integrations.late_values import MAX_AHEAD
 from headrace.integrations.lightning_values import LoggedValues
 from headrace.integrations.outermost import OutermostCalls
 from headrace.integrations.versions import warn_if_untested
@@ -115,6 +117,7 @@ class _Fit:
         self._trainer, self._options = trainer, options
         self._device = open_device(trainer.strategy.root_device)
         self._installed, self._watching = ExitStack(), ExitStack()
+        self._run_ahead = RunAhead(self._device, MAX_AHEAD)
         self._handle: Handle | None = None
         self._calls = OutermostCalls()
         self._batches = 0
@@ -149,15 +152,21 @@ class _Fit:
             self._values = LoggedValues(self._trainer, self._device)
 
     def batch_starts(self) -> None:
+        if self._off is not None:
+            return
+        self._run_ahead.admit()
         if self._values is not None:
             self._values.deliver()
-        if self._off is None and self._batches < _WATCHED:
+        if self._batches < _WATCHED:
             self._watching.enter_context(self._calls.watch())
 
     def batch_ends(self) -> None:
+        if self._off is not None:
+            return
+        self._run_ahead.launched(self._device.current_stream())
         self._watching.close()
         self._batches += 1
-        if self._off is None and self._batches == _WATCHED:
+        if self._batches == _WATCHED:
             parts: list[torch.nn.Module | torch.optim.Optimizer]
             parts = [*self._calls.modules, *_optimizers(self._trainer)]
             if parts:

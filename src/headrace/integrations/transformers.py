@@ -23,7 +23,9 @@ from transformers import Trainer
 from headrace.capture import SpeedUp, SpeedUpReport
 from headrace.capture import speed_up as speed_up_parts
 from headrace.device import open_device
+from headrace.engine import RunAhead
 from headrace.errors import StepError
+from headrace.integrations.late_values import MAX_AHEAD
 from headrace.integrations.transformers_values import LateLogs, as_filtered
 from headrace.integrations.versions import warn_if_untested
 from headrace.plan import PLAN_VARIABLE
@@ -65,6 +67,7 @@ class SpeedUpTrainer:
     def __init__(self, trainer: Any, options: Any) -> None:
         self._trainer, self._options = trainer, options
         self._device = open_device(trainer.args.device)
+        self._run_ahead = RunAhead(self._device, MAX_AHEAD)
         self._installed = ExitStack()
         self._handle: SpeedUp | None = None
         self._report = SpeedUpReport((), "the trainer has not trained yet")
@@ -124,9 +127,11 @@ class SpeedUpTrainer:
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._handle is None:
             self._begin_parts(args[0] if args else kwargs["model"])
+        self._run_ahead.admit()
         if self._logs is not None:
             self._logs.deliver()
         loss = self._step(*args, **kwargs)
+        self._run_ahead.launched(self._device.current_stream())
         filters = self._trainer.args.logging_nan_inf_filter
         return as_filtered(loss, self._trainer) if filters else loss
 
