@@ -152,5 +152,4 @@ def test_a_chinese_page_has_the_code_of_the_english_one(page: str) -> None:
 
     english = [without_comments(code) for code in blocks(page.removeprefix("zh/"), "python")]
     chinese = [without_comments(code) for code in blocks(page, "python")]
-    assert chinese
     assert [code for code in chinese if code not in english] == []

@@ -1,6 +1,6 @@
-"""Updates the `headrace bench` output in both READMEs from the committed result that it names.
+"""Updates the `headrace bench` output in docs/measured.md from the committed result that it names.
 
-    python docs/readme_bench.py
+    python docs/bench_output.py
 
 Such a block follows a line like `<!-- bench: RESULT.json -->`. The tables of waits and
 streams are left out; docs/bench.md has them.
@@ -17,7 +17,7 @@ from headrace.bench import text_of, verdict_of
 from headrace.records import BenchResult
 
 ROOT = Path(__file__).parents[1]
-READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+PAGE = ROOT / "docs" / "measured.md"
 BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n```console\n).*?(```\n)", re.DOTALL)
 
 
@@ -38,8 +38,7 @@ def with_bench_blocks(text: str) -> str:
 
 
 def main() -> None:
-    for path in READMES:
-        path.write_text(with_bench_blocks(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_bench_blocks(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
