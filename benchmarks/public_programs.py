@@ -146,7 +146,7 @@ def points(folder: Path) -> None:
     draw = np.random.default_rng(0)
     where = folder / "data" / "modelnet40_normal_resampled"
     where.mkdir(parents=True, exist_ok=True)
-    names = {"train": [f"kind{at % 10}_{at}" for at in range(240)], "test": ["kind0_1"] * 30}
+    names = {"train": [f"kind{at % 10}_{at}" for at in range(240)], "test": ["kind0_0"] * 30}
     kinds = [f"kind{at}" for at in range(10)]
     (where / "modelnet10_shape_names.txt").write_text("\n".join(kinds) + "\n")
     for split, all_names in names.items():
