@@ -31,6 +31,7 @@ from headrace.cli import (
     train,
     translate,
     tune,
+    watch,
 )
 from headrace.cli.help import HelpfulCommand, HelpfulGroup
 from headrace.errors import HeadraceError
@@ -132,6 +133,7 @@ _add(bench.bench, bench.EXAMPLE)
 _add(tune.tune, tune.EXAMPLE)
 _add(races.races, races.EXAMPLE, settings=options.PROGRAM_SETTINGS)
 _add(report.report, report.EXAMPLE)
+_add(watch.watch, watch.EXAMPLE)
 _add(plan.plan, plan.EXAMPLE)
 _add(doctor.doctor, doctor.EXAMPLE)
 _add(train.train, train.EXAMPLE, _TRANSLATOR)

@@ -10,6 +10,7 @@ styles and scripts.
     write_report("runs/train/exp")         # report.html in the run folder
 """
 
+from headrace.report.live import LiveServer
 from headrace.report.writing import (
     render,
     render_diagnosis,
@@ -20,6 +21,7 @@ from headrace.report.writing import (
 )
 
 __all__ = [
+    "LiveServer",
     "render",
     "render_diagnosis",
     "try_report",
