@@ -23,6 +23,7 @@ from headrace.capture.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.known import Known
 from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
+from headrace.capture.model_calls import is_inside_a_module, watch_models, why_not
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.part import PartReport
@@ -58,6 +59,7 @@ __all__ = [
     "describe_failure",
     "describe_own_graphs",
     "fused_or",
+    "is_inside_a_module",
     "is_prepared",
     "is_sped_up",
     "map_tensors",
@@ -72,4 +74,6 @@ __all__ = [
     "storages",
     "unique",
     "warn_not_captured",
+    "watch_models",
+    "why_not",
 ]

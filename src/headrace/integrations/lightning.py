@@ -20,14 +20,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headrace.capture import SpeedUp as Handle
-from headrace.capture import SpeedUpReport, speed_up
+from headrace.capture import SpeedUpReport, speed_up, watch_models, why_not
 from headrace.data import Prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import RunAhead
 from headrace.errors import StepError
 from headrace.integrations.late_values import MAX_AHEAD
 from headrace.integrations.lightning_values import LoggedValues
-from headrace.integrations.outermost import OutermostCalls
 from headrace.integrations.versions import warn_if_untested
 from headrace.plan import PLAN_VARIABLE
 from headrace.replacing import replaced
@@ -119,7 +118,7 @@ class _Fit:
         self._installed, self._watching = ExitStack(), ExitStack()
         self._run_ahead = RunAhead(self._device, MAX_AHEAD)
         self._handle: Handle | None = None
-        self._calls = OutermostCalls()
+        self._models: list[torch.nn.Module] = []
         self._batches = 0
         self._values: LoggedValues | None = None
         self._off = _why_off(self._device)
@@ -147,7 +146,7 @@ class _Fit:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.close()
-        self._calls, self._batches = OutermostCalls(), 0
+        self._models, self._batches = [], 0
         if self._off is None and self._values is None and self._trainer.world_size == 1:
             self._values = LoggedValues(self._trainer, self._device)
 
@@ -158,7 +157,11 @@ class _Fit:
         if self._values is not None:
             self._values.deliver()
         if self._batches < _WATCHED:
-            self._watching.enter_context(self._calls.watch())
+            self._watching.enter_context(watch_models(self._note, lambda: None))
+
+    def _note(self, model: torch.nn.Module) -> None:
+        if why_not(model) is None and all(model is not one for one in self._models):
+            self._models.append(model)
 
     def batch_ends(self) -> None:
         if self._off is not None:
@@ -168,7 +171,7 @@ class _Fit:
         self._batches += 1
         if self._batches == _WATCHED:
             parts: list[torch.nn.Module | torch.optim.Optimizer]
-            parts = [*self._calls.modules, *_optimizers(self._trainer)]
+            parts = [*self._models, *_optimizers(self._trainer)]
             if parts:
                 self._handle = speed_up(*parts, device=self._device, **self._options)
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headrace.capture import is_inside_a_module
 from headrace.data import is_plain_tensor
 from headrace.device import Device, cuda_namespace
 from headrace.replacing import replaced
-from headrace.run.models import is_inside_a_module
 
 #: Larger tensors are no batch's, and would keep as much pinned memory.
 _MAX_BYTES = 256 << 20

@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from headrace.capture import is_sped_up, speed_up
+from headrace.capture import is_sped_up, speed_up, watch_models, why_not
 from headrace.device import Device, open_device
 from headrace.errors import HeadraceError
 from headrace.run.loaders import ScriptLoaders
-from headrace.run.models import watch_models, why_not
 from headrace.run.optimizers import watch_optimizers
 from headrace.run.parts import Kind, Part, counts_of
 from headrace.run.settings import RunSettings

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headrace.run.models import is_inside_a_module, watch_models, why_not
+from headrace.capture import is_inside_a_module, watch_models, why_not
 
 
 class Watched(nn.Module):

@@ -1,4 +1,4 @@
-"""Finds the models of a script: every outermost call of a module that trains."""
+"""Finds the models of a training loop: every outermost call of a module that trains."""
 
 from __future__ import annotations
 
