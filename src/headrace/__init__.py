@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from headrace.device import Timeline as Timeline
     from headrace.device import WaitStatistics as WaitStatistics
     from headrace.device import available_devices as available_devices
+    from headrace.device import eager as eager
     from headrace.device import open_device as open_device
     from headrace.diagnosis import Diagnosis as Diagnosis
     from headrace.diagnosis import StepFigures as StepFigures

@@ -232,3 +232,45 @@ def test_a_model_that_was_compiled_in_place_says_so(
 def test_a_part_that_is_never_called_says_so(capturing: Device) -> None:
     with hr.speed_up(Model().to(capturing.torch_device), device=capturing) as handle:
         assert "has not been called" in str(handle.report())
+
+
+class Reads(nn.Module):
+    """A block whose host reads a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+
+class Stages(nn.Module):
+    """Large blocks with a choice of the host between them, the second of which has one as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.match = block(), Reads()
+        self.head = nn.ModuleDict({"layers": block(), "match": Reads(), "last": block()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.match(self.backbone(x))
+        out: torch.Tensor = self.head["last"](self.head["match"](self.head["layers"](x)))
+        return out
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())))
+
+
+def test_the_report_is_a_tree_with_what_each_break_costs(capturing: Device) -> None:
+    model = Stages().to(capturing.torch_device)
+    optimizer = fused(model)
+    with hr.speed_up(model, optimizer, device=capturing) as handle:
+        train(capturing, model, optimizer, 8)
+        report = handle.report()
+    assert report.way == "children"
+    assert set(report.break_ms) == {"Stages"}
+    assert report.break_ms["Stages"] > 0
+    lines = str(report).splitlines()
+    starts = [line.partition(":")[0] for line in lines if "replays," in line]
+    below = ["Stages.backbone", "Stages.head.layers", "Stages.head.last"]
+    assert starts == ["Stages", *(f"    {name}" for name in below), "AdamW"]
+    assert lines[0].endswith(f"{report.break_ms['Stages']:.2f} ms a call of its own")
+    assert f"{__file__}:" in lines[1]

@@ -196,29 +196,6 @@ class TestAuto:
         assert "AdamW is not fused" in str(report.why)
         assert report.rounding is None
 
-    def test_a_step_of_the_users_own(self) -> None:
-        for costs, pays in ((LAUNCH_BOUND, True), (BUSY, False)):
-            with FakeDevice(costs=costs) as device:
-                model = make_model(device)
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-
-                def step(
-                    batch: Any, model: Any = model, optimizer: Any = optimizer
-                ) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    found = loss(model, batch)
-                    found.backward()
-                    optimizer.step()
-                    return found.detach()
-
-                engine = Engine.from_step(step, plan=AUTO, device=device)
-                engine.epoch(data(60))
-                report = engine.graphs
-                assert report is not None
-                assert report.decision is not None
-                assert (report.way == "whole step") is pays
-                engine.close()
-
     @pytest.mark.parametrize(("peak", "fits"), [(1 << 40, False), (0, True)])
     def test_a_graph_that_would_not_fit_is_not_captured(
         self, peak: int, fits: bool, monkeypatch: pytest.MonkeyPatch

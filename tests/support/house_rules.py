@@ -170,7 +170,7 @@ SET_AGAIN = {
 
 #: Modules of more than 240 lines.
 LONG = {
-    *("diagnosis/step_monitor.py", "engine/ladder.py"),
+    "diagnosis/step_monitor.py",
     *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
     *("bench/works/work.py", "capture/cache.py", "capture/function.py", "capture/gradients.py"),
     *("capture/outputs.py", "capture/parts.py", "capture/places.py", "capture/trace.py"),

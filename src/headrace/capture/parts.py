@@ -18,13 +18,14 @@ import functools
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
+from headrace.capture.breaks import BreakTimer, is_inside_break
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
 from headrace.capture.model_trials import GraphOptions
@@ -44,16 +45,35 @@ _MIN_LAYERS = 8
 @dataclass(frozen=True, slots=True)
 class SpeedUpReport:
     """What `speed_up` did. `off` says why it does nothing at all; None if it is at work. `way` is
-    the most that is replayed now: "parts", only "children" of a model, or nothing ("eager")."""
+    the most that is replayed now: "parts", only "children" of a model, or nothing ("eager").
+    `break_ms` is, for each part of a model that runs eagerly, how long a call of it keeps the host,
+    without the parts inside it."""
 
     parts: tuple[PartReport, ...]
     off: str | None = None
     way: Way = "eager"
+    break_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.off is not None:
             return f"speed_up does nothing: {self.off}"
-        return "\n".join(map(str, self.parts))
+        return "\n".join(self._lines(None, ""))
+
+    def _lines(self, parent: str | None, indent: str) -> Iterator[str]:
+        """The parts below a part, each with those below it."""
+        for part in self.parts:
+            if self._parent_of(part.name) != parent:
+                continue
+            lines = str(part).splitlines()
+            if part.name in self.break_ms:
+                lines[0] += f", {self.break_ms[part.name]:.2f} ms a call of its own"
+            yield from (indent + line for line in lines)
+            yield from self._lines(part.name, indent + "    ")
+
+    def _parent_of(self, name: str) -> str | None:
+        """The part that a child was made of: the longest name that its own begins with."""
+        above = [one.name for one in self.parts if name.startswith(f"{one.name}.")]
+        return max(above, key=len, default=None)
 
 
 class SpeedUp:
@@ -71,6 +91,7 @@ class SpeedUp:
         self._models: list[GraphedModel] = []
         self._updates = [update for _, update in updates]
         self._undo: list[Callable[[], None]] = []
+        self._timers: dict[str, BreakTimer] = {}
         self._on_replay: list[Callable[[torch.optim.Optimizer], object]] = []
         #: The loader that was given, wrapped by `prefetch`; None if none was.
         self.loader = loader
@@ -81,11 +102,13 @@ class SpeedUp:
 
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
-        self._undo.append(_install_forward(model, graphed, self._switch))
+        timer = self._timers[graphed.part.name] = BreakTimer()
+        self._undo.append(_install_forward(model, graphed, self._switch, timer))
         graphed.when_divided(functools.partial(self._divide, model, graphed))
 
     def _divide(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         """Capture a model's children, since the whole of it cannot be."""
+        self._timers[graphed.part.name].restart()
         own = {id(one.model) for one in self._models}
         for name, child in _children(model):
             if id(child) not in own and "forward" not in vars(child):
@@ -112,7 +135,10 @@ class SpeedUp:
         way: Way = "parts" if used else "eager"
         if children and len(children) == len(models.intersection(used)):
             way = "children"
-        return SpeedUpReport(tuple(parts), self._off, way)
+        timed = ((name, timer.ms_per_call) for name, timer in self._timers.items())
+        eager = {one.name for one in parts if one.why is not None}
+        break_ms = {name: ms for name, ms in timed if name in eager and ms is not None}
+        return SpeedUpReport(tuple(parts), self._off, way, break_ms)
 
     @property
     def replays(self) -> int:
@@ -271,15 +297,20 @@ def is_sped_up(part: torch.nn.Module | torch.optim.Optimizer) -> bool:
 class _Forward:
     """`model.forward` of a graphed model. Copies of the model get their class's own."""
 
-    def __init__(self, model: torch.nn.Module, graphed: GraphedModel, switch: _Switch) -> None:
+    def __init__(
+        self, model: torch.nn.Module, graphed: GraphedModel, switch: _Switch, timer: BreakTimer
+    ) -> None:
         self._plain: Callable[..., Any] = model.forward
         functools.update_wrapper(self, self._plain)  # others read the signature
-        self._graphed, self._switch = graphed, switch
+        self._graphed, self._switch, self._timer = graphed, switch, timer
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._graphed if self._switch.is_on else self._plain
-        return call(*args, **kwargs)
+        if not self._switch.is_on or torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        if self._graphed.part.why is not None or is_inside_break():
+            return self._timer.call(self._graphed, *args, **kwargs)
+        return self._graphed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _class_forward(memo.get(id(self._model), self._model))
@@ -293,12 +324,12 @@ def _class_forward(model: torch.nn.Module) -> Any:
 
 
 def _install_forward(
-    model: torch.nn.Module, graphed: GraphedModel, switch: _Switch
+    model: torch.nn.Module, graphed: GraphedModel, switch: _Switch, timer: BreakTimer
 ) -> Callable[[], None]:
     own = vars(model)
     names = ("forward", "__getstate__")
     before: dict[str, Any] = {name: own[name] for name in names if name in own}
-    installed = _Forward(model, graphed, switch)
+    installed = _Forward(model, graphed, switch, timer)
 
     def state() -> Any:
         """A copy or a pickle has what the model had before."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.device.ledger import Ledger as Ledger
     from headrace.device.ledger import LedgerStatistics as LedgerStatistics
     from headrace.device.ledger import WaitStatistics as WaitStatistics
+    from headrace.device.marked import eager as eager
     from headrace.device.opening import available_devices as available_devices
     from headrace.device.opening import open_device as open_device
     from headrace.device.pinned import PinnedBuffer as PinnedBuffer

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headrace.device.graph import Obstacle, host_copy, host_draw, torch_draw
+from headrace.device.marked import noting_marked
 from headrace.source_lines import Site, users_line
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ class HostActivity(TorchDispatchMode):
 @contextmanager
 def noting_host_draws(found: list[Obstacle], *, with_torch: bool = True) -> Iterator[None]:
     """Append to `found` from which of the host's random generators the block draws, and the line of
-    the first draw, if it is known. `with_torch` is False where PyTorch's CPU generator is the
-    device's."""
+    the first draw, if it is known; and the calls of functions that are marked `@eager`.
+    `with_torch` is False where PyTorch's CPU generator is the device's."""
     states: list[tuple[Callable[[], Any], Callable[[], Obstacle]]] = []
     with ExitStack() as stack:
+        stack.enter_context(noting_marked(found))
         for name, module, owner, state in _generators():
             sites = stack.enter_context(_noting_calls(module, owner))
             states.append((state, partial(_draw_from, name, sites)))

@@ -36,11 +36,12 @@ from headrace.engine.compiled import CompiledLoss, CompileReport, compile_obstac
 from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
+from headrace.engine.function_ladder import FunctionLadder
 from headrace.engine.graph_state import release_graph_state
 from headrace.engine.group import Group
 from headrace.engine.halving import HalvingStep, require_halvable
 from headrace.engine.host_sync import HostSync
-from headrace.engine.ladder import FunctionLadder, GraphedStep, Ladder
+from headrace.engine.ladder import GraphedStep, Ladder
 from headrace.engine.lanes import Lanes
 from headrace.engine.loop import Observers, Pass, Stages, Window
 from headrace.engine.loss_function import require_loss_function

@@ -20,12 +20,9 @@ from typing import Any
 
 from headrace.capture import GraphReport, SpeedUp, Turns, rounding_when_captured, speed_up
 from headrace.data import Fetched
-from headrace.device import Device
-from headrace.engine.carry import CarriedState
 from headrace.engine.compiled import CompiledLoss
-from headrace.engine.graphed_function import GraphedFunction
 from headrace.engine.stages import Finished, Launched, Standing
-from headrace.engine.step import EagerStep, StepFunction, StepParts
+from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_graphs import StepGraphs
 from headrace.plan import Plan
 
@@ -154,7 +151,7 @@ class Ladder:
     def _speed_up(self) -> SpeedUp:
         parts, plan = self._parts, self._plan
         made = speed_up(
-            *(parts.model, *((parts.optimizer,) if self._has_plain_update() else ())),
+            *(parts.model, *((parts.optimizer,) if self._may_capture_update() else ())),
             device=parts.device,
             after=plan.graph_after,
             shapes=plan.graph_shapes,
@@ -164,12 +161,9 @@ class Ladder:
         weakref.finalize(self, made.close)
         return made
 
-    def _has_plain_update(self) -> bool:
-        """Whether the update may be captured: by the code of PyTorch, and with the same bits."""
-        optimizer = self._parts.optimizer
-        if not type(optimizer).step.__module__.startswith("torch."):
-            return False  # it may read what nobody compares
-        return self._turns is None or rounding_when_captured(optimizer) is None
+    def _may_capture_update(self) -> bool:
+        """Whether the update may be captured: with the same bits, if nobody has asked for it."""
+        return self._turns is None or rounding_when_captured(self._parts.optimizer) is None
 
     def _close_parts(self) -> None:
         if self._by_parts is not None:
@@ -182,60 +176,3 @@ class Ladder:
             self._close_parts()
             if self._whole.why is None:
                 self._whole.give_up(str(turns.decision))
-
-
-class FunctionLadder:
-    """The graphs of a step of the user's own: the whole step, else eager. What a function uses is
-    not known before it is called, so there are no parts."""
-
-    def __init__(
-        self, step: StepFunction, device: Device, plan: Plan, carry: CarriedState | None
-    ) -> None:
-        self._plan = plan
-        self._whole: GraphedFunction[Any, Any] = GraphedFunction(
-            step,
-            device,
-            modules=None,
-            optimizers=None,
-            carry=carry,
-            max_graphs=plan.graph_shapes,
-            watch_after=plan.graph_after,
-            recheck=plan.recheck,
-            plan_name=plan.name,
-            cautious=plan.graphs == "auto",
-        )
-        self._turns = Turns(device) if plan.graphs == "auto" else None
-
-    @property
-    def replays(self) -> int:
-        """Batches that were replayed."""
-        return self._whole.replays
-
-    def __call__(self, batch: Any) -> Any:
-        """Train on one batch, on the current stream."""
-        turns = self._turns
-        if turns is None:
-            return self._whole(batch)
-        before = self.replays
-        returned = self._whole(batch) if turns.begin() else self._whole.call_eagerly(batch)
-        if turns.end(replayed=self.replays > before):
-            log.info("plan %s: %s", self._plan.name, turns.decision)
-            if not turns.pays:
-                self._whole.give_up(str(turns.decision))
-        return returned
-
-    def begin_pass(self) -> None:
-        if self._turns is not None:
-            self._turns.begin_pass()
-
-    def end_pass(self) -> None:
-        if self._turns is not None:
-            self._turns.pause()
-
-    def report(self) -> GraphReport:
-        decision = None if self._turns is None else self._turns.decision
-        return replace(self._whole.report(), decision=decision)
-
-    def close(self) -> None:
-        """Drop all graphs. What can be captured is captured again when it is due."""
-        self._whole.close()
