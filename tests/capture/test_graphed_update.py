@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import headrace as hr
+from headrace.capture import gradient_copies
 from headrace.device import Device
 from support.graphs.sped_up import Made, batch, compare, fused, small
 
@@ -199,14 +200,65 @@ def test_a_plain_optimizer_says_how_it_rounds(capturing: Device) -> None:
         assert "fused=True would make them equal" in str(part.rounding)
 
 
-def test_a_model_that_is_not_graphed_leaves_the_update_eager(capturing: Device) -> None:
-    model = small().to(capturing.torch_device)
-    optimizer = fused(model)
-    with hr.speed_up(optimizer, device=capturing) as handle:
-        for at in range(24):
-            model(batch(capturing, at)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        part = handle.report().parts[0]
-    assert part.replays == 0
-    assert "its gradients in other memory" in str(part.why)
+def eager_model(
+    device: Device, make_optimizer: Callable[[Any], torch.optim.Optimizer], frozen_every: int = 0
+) -> Made:
+    """Only the optimizer is sped up: each backward leaves its gradients elsewhere."""
+    model = small().to(device.torch_device)
+    optimizer, kept = make_optimizer(model.parameters()), []
+
+    def step(at: int) -> Any:
+        model(batch(device, at)).square().mean().backward()
+        if frozen_every and at % frozen_every == 0:
+            model[0].bias.grad = None
+        kept.append([one.grad for one in model.parameters()])
+        del kept[:-3]  # the loop keeps some of them
+        optimizer.step()
+        optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters()]
+
+    return (optimizer,), step
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.Adam(
+            parameters, lr=torch.tensor(1e-2), foreach=True, capturable=True
+        ),
+    ],
+)
+@pytest.mark.parametrize("frozen_every", [0, 7])
+def test_gradients_of_an_eager_model_are_copied(
+    capturing: Device, make: Callable[[Any], torch.optim.Optimizer], frozen_every: int
+) -> None:
+    report = compare(
+        capturing, lambda device: eager_model(device, make, frozen_every=frozen_every), 30
+    )
+    part = report.parts[0]
+    assert (part.why, part.replays > 10) == (None, True)
+
+
+def test_an_update_that_writes_to_its_gradients_is_not_given_copies(capturing: Device) -> None:
+    class Decaying(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None:
+                        one.grad.add_(one.detach(), alpha=0.1)
+            return super().step(closure)
+
+    report = compare(
+        capturing, lambda device: eager_model(device, lambda one: Decaying(one, fused=True)), 12
+    )
+    assert "writes to its gradients" in str(report.parts[0].why)
+
+
+def test_large_gradients_of_an_eager_model_are_not_copied(
+    capturing: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_copies, "_MAX_BYTES", 100)
+    report = compare(capturing, lambda device: eager_model(device, adamw), 12)
+    assert "more than the" in str(report.parts[0].why)

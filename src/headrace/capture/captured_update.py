@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 
 from headrace.capture.capturable_optimizer import CapturableOptimizer
+from headrace.capture.gradient_copies import GradientCopies
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.obstacles import state_obstacle
 from headrace.capture.state import StepState
+from headrace.capture.update_memory import optimized
 from headrace.device import Graph
 from headrace.errors import CaptureError
 
@@ -20,9 +22,13 @@ SCALER_INPUTS = ("grad_scale", "found_inf")
 
 
 def capture_update(
-    state: StepState, capturable: CapturableOptimizer, pool: object
+    state: StepState,
+    capturable: CapturableOptimizer,
+    pool: object,
+    copies: GradientCopies | None,
 ) -> CapturedUpdate:
-    """Capture an optimizer's step. Raises `CaptureError` if that cannot be done."""
+    """Capture an optimizer's step, which reads its gradients where they are, or their `copies`.
+    Raises `CaptureError` if that cannot be done."""
     (optimizer,), step = state.optimizers, cast(Callable[[], Any], state.function)
     if (obstacle := state_obstacle(state)) is not None:
         raise CaptureError(obstacle)
@@ -37,12 +43,16 @@ def capture_update(
         if capturable.rates is not None:
             stack.enter_context(capturable.rates.in_param_groups())
         stack.enter_context(inputs.in_place())
+        if copies is not None:
+            gradients = [one.grad for one in optimized(optimizer)]
+            copies.make(gradients)
+            stack.enter_context(copies.in_place(gradients))
         graph, _ = state.device.capture(step, pool)
         if before.optimizer_changed():
             graph.close()
             raise CaptureError("its step makes new state each time")
     capturable.plain_groups()
-    return CapturedUpdate(graph, capturable, inputs, state.tensors())
+    return CapturedUpdate(graph, capturable, inputs, copies, state.tensors())
 
 
 class CapturedUpdate:
@@ -53,10 +63,12 @@ class CapturedUpdate:
         graph: Graph,
         capturable: CapturableOptimizer,
         inputs: _ScalerInputs,
+        copies: GradientCopies | None,
         uses: list[torch.Tensor],
     ) -> None:
         self._graph = graph
         self._inputs = inputs
+        self._copies = copies
         self._uses = uses
         self._rates = capturable.rates
 
@@ -64,6 +76,8 @@ class CapturedUpdate:
         if self._rates is not None:
             self._rates.write()
         self._inputs.write(optimizer)
+        if self._copies is not None:
+            self._copies.write()
         self._graph.replay()
 
     def close(self) -> None:

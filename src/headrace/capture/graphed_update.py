@@ -17,6 +17,7 @@ import torch
 
 from headrace.capture.capturable_optimizer import CapturableOptimizer
 from headrace.capture.captured_update import SCALER_INPUTS, CapturedUpdate, capture_update
+from headrace.capture.gradient_copies import GradientCopies
 from headrace.capture.group_settings import GroupSettings
 from headrace.capture.part import FIRST_STEPS, NEW_GRADIENTS, PartReport, PartTally
 from headrace.capture.read_values import ReadValues
@@ -30,6 +31,8 @@ _GRADIENT = operator.attrgetter("grad")
 _MAX_GRAPHS = 8
 # After this many steps in a row with settings or gradients of their own, none is captured any more.
 _MAX_UNSETTLED = 20
+# After this many in a row in which only the gradients' memory is another, they are copied.
+_MOVES_BEFORE_COPIES = 5
 
 
 class GraphedUpdate:
@@ -85,25 +88,28 @@ class GraphedUpdate:
                 self.give_up(f"{changed} (again and again)")
                 return changed
         gradients = list(map(_GRADIENT, parameters))
-        key = (
-            self._settings.read(self._state),
-            *[getattr(self._optimizer, name, None) is not None for name in SCALER_INPUTS],
-            *_addresses(gradients),
-        )
-        graph = self._graphs.get(key)
+        scales = [getattr(self._optimizer, name, None) is not None for name in SCALER_INPUTS]
+        settings = (self._settings.read(self._state), *scales)
+        key = (*settings, *_addresses(gradients))
+        # A scaled step writes to its gradients.
+        elsewhere = None if any(scales) else (*settings, None, *(one is None for one in gradients))
+        graph = self._graphs.get(key) or self._graphs.get(elsewhere)
         if graph is not None:
             return graph
         try:
-            if not self._settling.has_settled(key, gradients):
+            if self._settling.has_settled(key, gradients):
+                graph = self._graphs[key] = self._capture()
+            elif elsewhere is not None and self._settling.only_gradients_move(elsewhere):
+                graph = self._graphs[elsewhere] = self._capture(copied=True)
+            else:
                 return NEW_GRADIENTS
-            graph = self._graphs[key] = self._capture()
         except CaptureError as problem:
             why = describe_failure(problem)
             self.give_up(why)
             return why
         return graph
 
-    def _capture(self) -> CapturedUpdate:
+    def _capture(self, *, copied: bool = False) -> CapturedUpdate:
         if len(self._graphs) >= _MAX_GRAPHS:
             self._drop_graphs()
         with ExitStack() as undo:
@@ -112,7 +118,8 @@ class GraphedUpdate:
                 basis = _Basis(self._state)
                 undo.callback(basis.capturable.undo)
             with self.part.capturing():
-                graph = capture_update(self._state, basis.capturable, basis.pool)
+                copies = basis.copies if copied else None
+                graph = capture_update(self._state, basis.capturable, basis.pool, copies)
             undo.pop_all()
         basis.note_capture()
         self._basis = basis
@@ -149,6 +156,7 @@ class _Basis:
         self._code = ReadValues(replace(state, function=None))
         self.capturable = CapturableOptimizer(state.device, self._optimizer)
         self.pool = state.device.graph_pool()
+        self.copies = GradientCopies(optimized(self._optimizer))
         self._memory = UpdateMemory(self._optimizer)
 
     def note_capture(self) -> None:
@@ -165,12 +173,14 @@ class _Basis:
 
 class _Settling:
     """Which steps may be captured: those that have the settings and the gradients of the step
-    before. The first steps, `early` in number, may not."""
+    before, or its settings again and again while the gradients' memory is always another. The first
+    steps, `early` in number, may not."""
 
     def __init__(self, early: int) -> None:
         self._early = early
         self._last: tuple[Hashable, list[int]] | None = None
-        self._unsettled = 0
+        self._unsettled = self._moves = 0
+        self._last_copied: Hashable = None
 
     def is_early(self) -> bool:
         """Whether this step is one of the first. Counts it."""
@@ -191,8 +201,15 @@ class _Settling:
             )
         return False
 
+    def only_gradients_move(self, key: Hashable) -> bool:
+        """Whether a step that has not settled may be captured with copies of its gradients. `key`
+        is what such a graph depends on."""
+        last, self._last_copied = self._last_copied, key
+        self._moves = self._moves + 1 if last == key else 0
+        return self._moves >= _MOVES_BEFORE_COPIES
+
     def forget(self) -> None:
-        self._last = None
+        self._last = self._last_copied = None
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
