@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.diagnosis.trace import Work
 from headrace.diagnosis.what_if import (
     GRAPH,
     INSTANT_LOADER,
@@ -149,3 +150,32 @@ def test_a_graph_does_not_run_the_python_of_model_and_optimizer() -> None:
     assert replay.holds
     ms = replay.traced_ms / replay.speedup(GRAPH)
     assert ms == pytest.approx(2.1, abs=0.2)  # the script's own 2 ms, and the loader
+
+
+@pytest.mark.parametrize("change", [NO_WAITS, PIPELINE, GRAPH])
+def test_work_that_was_launched_before_the_trace_takes_its_time(change: Change) -> None:
+    """A recorded trace of one step begins while the device still works on the one before."""
+    trace = Loop(kernels=40, reads=1, steps=1).run()
+    earlier = tuple(
+        Work(at * 100 * US, (at + 1) * 100 * US, name="of the step before") for at in range(20)
+    )
+    begins = earlier[-1].end_ns
+    later = tuple(
+        replace(one, start_ns=one.start_ns + begins, end_ns=one.end_ns + begins)
+        for one in trace.work
+    )
+    waits = tuple(
+        replace(call, end_ns=call.end_ns + begins) if call.kind == "wait" else call
+        for call in trace.calls
+    )
+    moved = replace(
+        trace,
+        end_ns=trace.end_ns + begins,
+        marks=(waits[-1].end_ns,),
+        calls=waits,
+        work=earlier + later,
+    )
+    replay = Replay(moved)
+    assert replay.holds
+    computing_ms = sum(one.end_ns - one.start_ns for one in moved.work) / 1e6
+    assert replay.traced_ms / replay.speedup(change) >= 0.98 * computing_ms

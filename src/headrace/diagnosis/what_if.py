@@ -338,7 +338,13 @@ class _Host:
         self._graph: list[int] = []
 
     def begin_round(self) -> None:
+        """Work that was launched before the trace began runs first: in a graph, with the rest."""
         self._ends = {}
+        earlier = [at for at, one in enumerate(self._trace.work) if one.call is None]
+        if self._change.one_graph:
+            self._record(earlier)
+        else:
+            self._launch(earlier)
 
     def do(self, operation: _Operation) -> None:
         change = self._change
@@ -351,7 +357,7 @@ class _Host:
         elif operation.cause in ("wait", "copy", "memory"):
             self._wait(operation)
         elif change.one_graph and operation.cause == "launch":
-            self._record(operation)
+            self._record(operation.work)
         else:
             self._now += operation.ns * self._launch_share
             self._launch(operation.work)
@@ -373,9 +379,9 @@ class _Host:
         if done:
             self._now = max(self._now, max(done) + operation.wake_ns)
 
-    def _record(self, operation: _Operation) -> None:
+    def _record(self, positions: Collection[int]) -> None:
         """A captured step runs no Python and launches nothing, except for its copies."""
-        for at in operation.work:
+        for at in positions:
             if self._work[at].is_copy:
                 self._launch([at])
             else:
