@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,6 @@ class CallKind:
     kept_bytes: int = 0
     draws: bool = False
     writes: str | None = None
-    #: For how many more calls a check that is due may wait; None if none is due.
-    _check_within: int | None = None
 
     def note_use(self) -> None:
         self.uses += 1
@@ -45,20 +43,6 @@ class CallKind:
 
     def note_backward(self, *, autocast: bool) -> None:
         self.autocast = autocast
-
-    def let_check_wait(self, calls: int) -> None:
-        """A check is due, and may wait for so many calls."""
-        self._check_within = calls
-
-    def begins_check(self, is_pending: Callable[[], bool]) -> bool:
-        """Whether a check that is due begins now: it waits while other calls are pending."""
-        if self._check_within is None:
-            return False
-        if self._check_within and is_pending():
-            self._check_within -= 1
-            return False
-        self._check_within = None
-        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from headrace.capture.model_capture import ModelCapture
 from headrace.capture.model_state import ModelState
 from headrace.capture.model_trials import GraphOptions, ModelTrials
 from headrace.capture.obstacles import state_obstacle
-from headrace.capture.part import BESIDE_CHECK, FIRST_CALLS, NO_GRADIENT, PartReport, PartTally
+from headrace.capture.part import CHECKED, FIRST_CALLS, NO_GRADIENT, PartReport, PartTally
 from headrace.capture.report import describe_failure, join_reasons
 from headrace.capture.state import StepState
 from headrace.capture.waiting_call import WaitingCall
@@ -75,10 +75,11 @@ class GraphedModel:
         found = self._graph_for(state, kind, call, leaves)
         if isinstance(found, str):
             return self._run(found, call)
-        if self._trials.is_unfinished():
-            return self._run(BESIDE_CHECK, call)
-        if self._trials.is_check_due(kind, self.is_pending):
+        why = self._trials.why_no_replay(kind, self.is_pending)
+        if why is CHECKED:
             return self._check_again(state, kind, call)
+        if why is not None:
+            return self._trials.run_beside(call, functools.partial(self._run, why, call))
         return self._replay(*found, call, leaves)
 
     @property
@@ -175,8 +176,6 @@ class GraphedModel:
         """What became of the model."""
         rounding = join_reasons(self._trials.rounding, self._lanes.rounding)
         return self.part.report(rounding if self.part.captures else None)
-
-    # --- graphs -----------------------------------------------------------------------------------
 
     def is_pending(self) -> bool:
         return self._lanes.is_pending()

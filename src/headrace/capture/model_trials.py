@@ -14,17 +14,15 @@ from headrace.capture.eager_calls import DOUBLE_BACKWARD
 from headrace.capture.host_draws import HostDraws
 from headrace.capture.model_state import ModelState
 from headrace.capture.outputs import own_tensors
-from headrace.capture.part import CHECKED, FIRST_CALLS
+from headrace.capture.part import BESIDE_CHECK, CHECKED, FIRST_CALLS
 from headrace.capture.state import StepState
 from headrace.capture.trials import TracedRun, Trials
 from headrace.data import flatten_batch
 
 # A loader that never repeats a shape must not fill the memory.
 _MAX_KINDS = 4096
-# For how many calls of its kind a check waits for the backward of others, at most.
-_MAX_POSTPONED = 8
-# After a check, so many calls at most run eagerly until its backward.
-_MAX_UNFINISHED_CALLS = 8
+# For how many calls a check waits for one of its kind that nothing else waits beside.
+_PATIENCE = 16
 Run = Callable[[str], Any]
 
 
@@ -49,8 +47,11 @@ class ModelTrials:
         self._trials = Trials(step.device, first=max(after - 1, 1), last=after, recheck=recheck)
         self._give_up = give_up
         self._kinds: dict[Hashable, CallKind] = {}
-        # How many more calls may run eagerly.
-        self._unfinished = 0
+        # Kinds of which a call is to be checked, and for how many calls they may wait.
+        self._due: set[CallKind] = set()
+        self._patience = 0
+        # Whether calls run eagerly until the backward of those that are checked.
+        self._is_checking = False
 
     def kind(self, key: Hashable) -> CallKind:
         """The kind of the calls that have this key."""
@@ -80,6 +81,8 @@ class ModelTrials:
     def forget(self, *, kinds: bool = False) -> None:
         """Watch every kind again. `kinds`: forget also what they have shown."""
         self._trials.watch.forget()
+        self._due.clear()
+        self._is_checking = False
         if kinds:
             self._kinds.clear()
 
@@ -125,37 +128,56 @@ class ModelTrials:
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def is_unfinished(self) -> bool:
-        """Whether a call runs eagerly since one that was checked waits for its backward. In one
-        backward either all calls are graphs or none, else a gradient that others are added to would
-        be rounded otherwise."""
-        if not self._unfinished:
-            return False
-        self._unfinished -= 1
-        return True
-
-    def is_check_due(self, kind: CallKind, is_pending: Callable[[], bool]) -> bool:
-        """Whether to check a call now. Until no other call waits for its backward, a check waits,
-        too, but not for ever."""
+    def why_no_replay(self, kind: CallKind, is_pending: Callable[[], bool]) -> str | None:
+        """Whether a call that has a graph is checked, or runs eagerly beside one that is; None: it
+        may be a replay. In one backward either all calls are graphs or none, else a gradient that
+        others are added to would be rounded otherwise. So a check begins when no call waits for its
+        backward, and all calls from there to the backward of the checked one are eager."""
         if self._trials.recheck.is_due(kind):
-            kind.let_check_wait(_MAX_POSTPONED)
-        return kind.begins_check(is_pending)
+            self._due.add(kind)
+            self._patience = _PATIENCE
+        if self._due and not self._is_checking and not self._waits(kind, is_pending()):
+            self._is_checking = True
+        if not self._is_checking:
+            return None
+        return CHECKED if kind in self._due else BESIDE_CHECK
+
+    def _waits(self, kind: CallKind, is_pending: bool) -> bool:
+        """Whether no check begins at this call. At first only a call of the wanted kind will do;
+        after a while any, from which on the wanted one may come; and at last also a pending one."""
+        self._patience -= 1
+        if self._patience > 0:
+            return is_pending or kind not in self._due
+        return is_pending and self._patience > -_PATIENCE
+
+    def run_beside(self, call: Any, run: Callable[[], Any]) -> Any:
+        """Run a call eagerly, since one that is checked has, or will have, the same backward."""
+        return self._hooked(run(), call)
+
+    def _hooked(self, result: Any, call: Any) -> Any:
+        """A call's result, whose backward ends the check."""
+        outputs = [one for one in own_tensors(result, flatten_batch(call)) if one.grad_fn]
+        for output in outputs:
+            output.register_hook(self._end_check)
+        if not outputs:
+            self._is_checking = False
+        return result
+
+    def _end_check(self, gradient: torch.Tensor) -> None:
+        if self._patience <= 0:
+            self._due.clear()  # whether or not a call of these kinds has come
+        self._is_checking = False
 
     def check(
         self, kind: CallKind, state: ModelState, call: Any, run: Run, name: str
     ) -> tuple[Any, str | None]:
         """Run eagerly what a graph would repeat, and compare. Returns also what differs."""
+        self._due.discard(kind)
         result, trial = self._run(CHECKED, state, call, run)
-        for output in own_tensors(result, flatten_batch(call)):
-            if output.requires_grad and output.grad_fn is not None:
-                output.register_hook(self._finish_check)
-                self._unfinished = _MAX_UNFINISHED_CALLS
+        self._hooked(result, call)
         found = self._trials.difference(kind, trial)
         return result, found if self._trials.learn_of(kind, found, name) else None
 
     def is_hopeless(self) -> bool:
         """Whether checks have differed so often that nothing is worth capturing."""
         return self._trials.recheck.is_hopeless
-
-    def _finish_check(self, gradient: torch.Tensor) -> None:
-        self._unfinished = 0
