@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ SMALL: dict[str, dict[str, int]] = {
     "gan": {"width": 8, "noise": 4, "batch": 4},
     "diffusion": {"width": 8, "blocks": 2, "batch": 4},
     "lstm": {"width": 8, "layers": 1, "length": 5, "batch": 4},
-    "ppo": {"width": 8, "carts": 4, "length": 3},
+    "ppo": {"steps": 3, "width": 8, "carts": 4, "length": 3},
 }
 
 
@@ -51,7 +54,7 @@ def test_it_is_short_and_its_line_is_marked(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_it_trains_on_the_cpu(name: str) -> None:
     text = script(name).read_text(encoding="utf-8")
-    assert math.isfinite(run(name, text, steps=3, **SMALL[name]))
+    assert math.isfinite(run(name, text, **{**SMALL[name], "steps": 3}))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -62,10 +65,32 @@ def test_the_line_changes_no_loss(name: str, monkeypatch: pytest.MonkeyPatch) ->
     text = script(name).read_text(encoding="utf-8")
     plain = "\n".join(line for line in text.splitlines() if MARK not in line)
     with fake_cuda():
-        expected = run(name, plain, steps=8, **SMALL[name])
+        expected = run(name, plain, **{"steps": 8, **SMALL[name]})
     with fake_cuda():
-        assert run(name, text, steps=8, **SMALL[name]) == expected
+        assert run(name, text, **{"steps": 8, **SMALL[name]}) == expected
     (handle,) = handles
     for part in handle.report().parts:
         assert part.replays > 0, part
         assert part.why is None
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    display = SimpleNamespace(IFrame=lambda page, **size: shown.append(page))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.chdir(tmp_path)
+    notebook = ROOT / "examples" / "diagnose.ipynb"
+    names: dict[str, Any] = {}
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            written = tmp_path / f"cell_{number}.py"  # diagnose shows lines of files
+            written.write_text("".join(cell["source"]), encoding="utf-8")
+            exec(compile(written.read_text(encoding="utf-8"), written, "exec"), names)
+    assert shown == ["diagnosis.html"]
+    assert "<!doctype html>" in Path("diagnosis.html").read_text(encoding="utf-8")
+    before, after = (names[name].result.waits_per_step for name in ("before", "after"))
+    assert before == 4
+    assert after < 1
