@@ -192,3 +192,29 @@ def test_wrong_options_are_usage_errors(folder: Path) -> None:
         assert done.exit_code != 0
         assert said in str(done.exception)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_difference_is_exit_code_4(training: Path) -> None:
+    """A model that reads a file, which no comparison before a replay sees."""
+    script = """
+        import pathlib
+        file = pathlib.Path("scale")
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.read = net, file.read_text
+            def forward(self, x):
+                return self.body(x) * float(self.read())
+        model = Net().cuda()
+        for step in range(8):
+            file.write_text("1.0" if step < 5 else "2.0")
+            model(torch.randn(6, 4, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    head = textwrap.dedent(TRAINING).partition("for step")[0]
+    (training / "file.py").write_text(head + textwrap.dedent(script), encoding="utf-8")
+    done = run("--check", "5", "file.py")
+    assert done.exit_code == 4
+    assert "no: output 0, replay 4" in done.stderr
+    assert run("--check", "2", "file.py").exit_code == 0

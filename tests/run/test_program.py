@@ -153,3 +153,12 @@ def test_a_script_on_the_cpu_is_left_alone(both: Any) -> None:
     assert (ended.result.parts, ended.told) == ((), [])
     assert ended.result.cpu_steps == 24
     assert "trained on the CPU" in table_of(ended.result)
+
+
+def test_checked_replays_are_equal_and_change_nothing(both: Any) -> None:
+    ended = both(LOOP.replace("WORKERS", "0"), check=4)
+    checks = [part.check for part in ended.result.parts if part.kind != "data"]
+    assert [(one.replays, one.is_equal, one.worst) for one in checks if one is not None] == [
+        (4, True, 0.0)
+    ] * 2
+    assert "bit for bit" in table_of(ended.result)

@@ -23,6 +23,7 @@ TESTED_IN = {
         *("capture/bytecode.py", "capture/calls.py", "capture/known.py", "capture/lookup.py"),
         *("capture/users_code.py", "capture/walk.py"),
     ),
+    "capture/test_replay_check.py": ("capture/checked_call.py",),
     "capture/test_recheck.py": ("capture/places.py",),
     "cli/test_bench.py": ("bench/text.py", "cli/options.py"),
     "cli/test_program.py": (

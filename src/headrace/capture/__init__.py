@@ -18,6 +18,7 @@ from headrace.capture.capturable_optimizer import (
     scales_on_device,
 )
 from headrace.capture.comparison import same_entries
+from headrace.capture.differences import CheckReport
 from headrace.capture.function import CapturedFunction
 from headrace.capture.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.known import Known
@@ -41,6 +42,7 @@ __all__ = [
     "CapturableOptimizer",
     "CapturedFunction",
     "CapturedWork",
+    "CheckReport",
     "GraphCache",
     "GraphReport",
     "Guards",

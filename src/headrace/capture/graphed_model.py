@@ -47,7 +47,7 @@ class GraphedModel:
     ) -> None:
         self._step = StepState(device, forward, (model,), ())
         self._options = options
-        self.part = PartTally(device, name)
+        self.part = PartTally(device, name, options.check)
         #: None until the model's parameters are there.
         self._state: ModelState | None = None
         self._trials = ModelTrials(self._step, options, self.give_up)
@@ -214,26 +214,26 @@ class GraphedModel:
     ) -> CapturedModel:
         if (obstacle := state_obstacle(self._step)) is not None:
             raise CaptureError(obstacle)
-        pools = (lane.pool, self._lanes.backward_pool())
+        pools = lane.pool, self._lanes.backward_pool()
         capture = ModelCapture(self._step, state, kind, *self._trials.known_of(kind), pools)
         capture.require_memory()
         with self.part.capturing():
             return capture.run(call, leaves)
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
-        device, kind = self._step.device, graph.kind
-        host_state = None
-        if graph.host_draws is not None:
-            host_state = torch.get_rng_state()
-            if not graph.host_draws.repeat():
-                return self._run("numbers that it draws on the host ask for other work", call)
+        step, device = self._step, self._step.device
+        draws, host_state = graph.host_draws, torch.get_rng_state() if graph.host_draws else None
+        if draws is not None and not draws.repeat():
+            return self._run("numbers that it draws on the host ask for other work", call)
         graph.gradients.forget_backward()
         lane.move_to(device.current_stream())
-        random_state = device.random_state() if kind.draws else None
+        states = device.random_state() if graph.kind.draws else None, host_state
+        checked = self.part.check.call(self.model, host_state)
         made = graph.replay_forward(leaves)
         self.part.replayed()
+        if checked is not None:
+            checked.forward(step, graph.outputs, call, leaves, made)
         if (backward := graph.backward) is not None:
-            states, ticket = (random_state, host_state), lane.take()
-            waiting = WaitingCall(self._step, graph, backward, call, leaves, ticket, states)
+            waiting = WaitingCall(step, graph, backward, call, leaves, lane.take(), states, checked)
             made = self._backward.outputs(waiting, made, leaves)
         return graph.outputs.result(made, leaves)

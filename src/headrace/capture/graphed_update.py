@@ -39,11 +39,17 @@ class GraphedUpdate:
     """Replays an optimizer's step. `after` steps run eagerly first."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, device: Device, *, name: str, after: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        *,
+        name: str,
+        after: int,
+        check: int = 0,
     ) -> None:
         self._optimizer = optimizer
         self._state = StepState(device, optimizer.step, (), (optimizer,))
-        self.part = PartTally(device, name)
+        self.part = PartTally(device, name, check)
         self._settings = GroupSettings()
         self._settling = _Settling(after)
         self._graphs: dict[Hashable, CapturedUpdate] = {}
@@ -68,7 +74,8 @@ class GraphedUpdate:
         if isinstance(graph, str):
             self._run(graph, None)
         else:
-            graph.replay(self._optimizer)
+            with self.part.check.step(self._optimizer):
+                graph.replay(self._optimizer)
             self.part.replayed()
         return loss
 

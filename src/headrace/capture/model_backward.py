@@ -100,6 +100,16 @@ class ModelBackward:
         buffers, backward, request = waiting.graph.gradients, waiting.backward, self._request
         backward.take_gradients(gradients)
         numbers, replay = backward.numbers, backward.graph.replay
+        if (checked := waiting.take_checked()) is not None:
+            names = [name for name, _ in self._step.modules[0].named_parameters()]
+            replay = checked.backward(
+                replay,
+                dict(zip(backward.with_gradient, gradients, strict=True)),
+                {names[number]: number for number in numbers},
+                lambda name: buffers.buffers().get(names.index(name)),
+                backward.differentiated,
+                backward.input_gradients,
+            )
         if request is not None:
             found = buffers.replay_for(numbers, replay, request.parameters)
             for parameter, one in found.items():

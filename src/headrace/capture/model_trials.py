@@ -29,11 +29,13 @@ Run = Callable[[str], Any]
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
     """`after` is how many calls of a kind run eagerly before its capture, `shapes` how many graphs
-    a model has at most, `recheck` after how many replays a graph is checked (0: never)."""
+    a model has at most, `recheck` after how many replays a graph is checked (0: never), `check`
+    how many of the first replays are compared with eager calls."""
 
     after: int
     shapes: int
     recheck: int
+    check: int = 0
 
 
 class ModelTrials:

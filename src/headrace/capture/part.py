@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from headrace.capture.differences import CheckReport
 from headrace.capture.gradients import captures_keep_buffers
+from headrace.capture.replay_check import ReplayCheck
 from headrace.device import Device
 
 # A part whose graphs are dropped this often with hardly a replay between is not captured.
@@ -28,7 +30,8 @@ _UNSETTLED = (FIRST_CALLS, FIRST_STEPS, NEW_GRADIENTS, NO_GRADIENT, CHECKED, BES
 class PartReport:
     """What became of one part. `why` says why it always runs eagerly; None if graphs are in use.
     `eager` are the calls that ran eagerly, by reason. `rounding` says why the last digits differ
-    from the plain loop's; None if nothing is known to change them."""
+    from the plain loop's; None if nothing is known to change them. `check` is what comparisons of
+    its first replays have found; None if nothing was compared."""
 
     name: str
     replays: int
@@ -37,6 +40,7 @@ class PartReport:
     memory_bytes: int
     why: str | None = None
     rounding: str | None = None
+    check: CheckReport | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.replays:,} replays, {sum(self.eager.values()):,} eager calls"]
@@ -59,9 +63,11 @@ class PartReport:
 class PartTally:
     """Counts what becomes of a part."""
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: Device, name: str, check: int = 0) -> None:
         self._device = device
         self.name = name
+        #: Compares the first replays.
+        self.check = ReplayCheck(device, check)
         #: Why it is not captured (any more).
         self.why: str | None = None
         self.replays = 0
@@ -81,6 +87,7 @@ class PartTally:
             self._memory_bytes,
             self.why,
             rounding,
+            self.check.report(),
         )
 
     @property

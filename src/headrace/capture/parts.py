@@ -172,6 +172,7 @@ def speed_up(
     after: int = 2,
     shapes: int = 16,
     recheck: int = 1000,
+    check: int = 0,
 ) -> SpeedUp:
     """Replay models' forward and backward, and optimizers' steps, as graphs, in your own loop.
 
@@ -186,6 +187,9 @@ def speed_up(
     - `recheck`: at its replays 10, 30, 100, 300 and then after each `recheck` of them, a graph is
       compared with a call that runs eagerly; 0: never.
 
+    - `check`: how many of the first replays of each part are compared with the part run eagerly;
+      `report()` says what differs.
+
     What no graph can repeat runs eagerly, and `report()` of the result says why. With
     `HEADRACE_PLAN=baseline` in the environment, and on a CPU, it does nothing.
     """
@@ -195,10 +199,10 @@ def speed_up(
     if odd or not parts:
         found = type(odd[0]).__name__ if odd else "nothing"
         raise StepError(f"speed_up was given {found}; expected models and optimizers")
-    if after < 1 or shapes < 1 or recheck < 0:
+    if after < 1 or shapes < 1 or recheck < 0 or check < 0:
         raise StepError(
-            f"speed_up: shapes = {shapes}, after = {after}, recheck = {recheck}; expected at least "
-            "1 for the first two, and 0 or more"
+            f"speed_up: shapes = {shapes}, after = {after}, recheck = {recheck}, check = {check}; "
+            "expected at least 1 for the first two, and 0 or more for the others"
         )
     if device is None:
         device = _device_of(models, optimizers)
@@ -216,21 +220,15 @@ def speed_up(
     if loader is not None:
         loader = prefetch(loader, opened)
     names = _names((*models, *optimizers))
-    graphed = []
+    graphed, options = [], GraphOptions(after, shapes, recheck, check)
     for model in models:
         forward = torch.compile(model.forward) if compile else model.forward
-        graphed.append(
-            (
-                model,
-                GraphedModel(
-                    model, forward, opened, names[id(model)], GraphOptions(after, shapes, recheck)
-                ),
-            )
-        )
-    updates = [
-        (one, GraphedUpdate(optimizer_inside(one), opened, name=names[id(one)], after=after))
-        for one in optimizers
-    ]
+        graphed.append((model, GraphedModel(model, forward, opened, names[id(model)], options)))
+    updates = []
+    for one in optimizers:
+        inner, name = optimizer_inside(one), names[id(one)]
+        update = GraphedUpdate(inner, opened, name=name, after=after, check=check)
+        updates.append((one, update))
     return SpeedUp(graphed, updates, None, loader)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace.capture.captured_model import CapturedBackward, CapturedModel
+from headrace.capture.checked_call import CheckedCall
 from headrace.capture.lanes import Ticket
 from headrace.capture.state import StepState
 from headrace.errors import StepError
@@ -27,6 +28,7 @@ class WaitingCall:
         leaves: list[Any],
         ticket: Ticket,
         random_states: tuple[torch.Tensor | None, torch.Tensor | None],
+        checked: CheckedCall | None = None,
     ) -> None:
         self._device = step.device
         self.graph = graph
@@ -36,6 +38,7 @@ class WaitingCall:
         self._call: Any = call
         self.leaves: Any = leaves
         self._random_states = random_states
+        self._checked = checked
         self._versions = _versions(leaves)
         kind = step.device.torch_device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -43,6 +46,11 @@ class WaitingCall:
     def run(self, function: Any) -> Any:
         args, kwargs = self._call
         return function(*args, **kwargs)
+
+    def take_checked(self) -> CheckedCall | None:
+        """The call run eagerly, if it is compared, once."""
+        checked, self._checked = self._checked, None
+        return checked
 
     def finish(self) -> None:
         """Its backward is done."""

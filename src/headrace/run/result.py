@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from headrace.bench import environment_of
 from headrace.device import Device, open_device
 from headrace.errors import HeadraceError
-from headrace.records import Environment, RunPart, RunResult
+from headrace.records import Environment, PartCheck, RunPart, RunResult
 from headrace.run.parts import line_record
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _records(part: Part) -> list[RunPart]:
             memory_bytes=report.memory_bytes,
             why=report.why,
             rounding=report.rounding,
+            check=None if report.check is None else PartCheck(**asdict(report.check)),
         )
         for name, report in part.reports()
     ]

@@ -113,7 +113,13 @@ class SpeedUpSession:
             return
         compiles = self.settings.compile and kind == "model"
         try:
-            handle = speed_up(one, device=device, after=self.settings.after, compile=compiles)
+            handle = speed_up(
+                one,
+                device=device,
+                compile=compiles,
+                after=self.settings.after,
+                check=self.settings.check,
+            )
         except HeadraceError as problem:
             part.left_alone(str(problem))
             return

@@ -47,6 +47,8 @@ def _row(part: RunPart) -> tuple[str, ...]:
 
 def _check(part: RunPart) -> str:
     check = part.check
+    if part.kind == "data":
+        return ""
     if check is None or not check.replays:
         return "not captured" if not part.replays else "not checked"
     if not check.worst:
