@@ -315,6 +315,22 @@ def test_an_output_that_had_no_gradient_before(capturing: Device) -> None:
     assert report.parts[0].captures == 2
 
 
+def test_an_output_whose_node_has_gradients_of_another_output_only(capturing: Device) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.mix(x).tanh().unbind(0)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)[0].square().mean()  # type: ignore[no-any-return]
+
+    report = compare(capturing, lambda device: made(device, Halves(), loss_of))
+    assert (replays(report), report.parts[0].why) == (5, None)
+
+
 # --- outputs --------------------------------------------------------------------------------------
 
 

@@ -36,3 +36,16 @@ def test_other_warnings_of_a_watched_step_go_their_way(cuda: Device) -> None:
         warnings.warn("the user's own", stacklevel=1)
     assert [(str(one.message), one.lineno) for one in caught] == [("the user's own", line() - 1)]
     assert found == []
+
+
+@pytest.mark.parametrize("ends", ["closed", "forgotten"])
+def test_a_pool_takes_a_graph_after_its_last_one_has_gone(cuda: Device, ends: str) -> None:
+    """PyTorch closes its pool with the last graph, and captures nothing into it afterwards."""
+    value, pool = torch.ones(4, device=cuda.torch_device), cuda.graph_pool()
+    first, _ = cuda.capture(lambda: value.mul_(2), pool)
+    if ends == "closed":
+        first.close()
+    del first
+    second, made = cuda.capture(lambda: value + 1, pool)
+    second.replay()
+    assert made.tolist() == [2, 2, 2, 2]

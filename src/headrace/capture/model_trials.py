@@ -112,9 +112,11 @@ class ModelTrials:
                 tensor.register_hook(functools.partial(self._see_gradient, kind, number))
         return result, why
 
-    def _see_gradient(self, kind: CallKind, number: int, gradient: torch.Tensor) -> None:
+    def _see_gradient(self, kind: CallKind, number: int, gradient: torch.Tensor | None) -> None:
         if torch.is_grad_enabled():
             self._give_up(DOUBLE_BACKWARD)
+        if gradient is None:  # another output of the same node has one
+            return
         kind.note_gradient(number, tuple(gradient.stride()))
         kind.note_backward(autocast=torch.is_autocast_enabled(self._device.torch_device.type))
 
@@ -165,7 +167,7 @@ class ModelTrials:
             self._is_checking = False
         return result
 
-    def _end_check(self, gradient: torch.Tensor) -> None:
+    def _end_check(self, gradient: torch.Tensor | None) -> None:
         if self._patience <= 0:
             self._due.clear()  # whether or not a call of these kinds has come
         self._is_checking = False

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -56,18 +57,20 @@ class CudaPool:
     def __init__(self) -> None:
         CudaPool.made = True
         self._handle: Any = None
-        self._graphs = 0
+        # A graph also leaves when nobody holds it any more.
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
-    def enter(self) -> Any:
-        """Add a graph. Returns PyTorch's handle of the pool to capture it into."""
-        if self._graphs == 0:
+    def handle(self) -> Any:
+        """PyTorch's handle of the pool that the next graph is captured into."""
+        if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
-        self._graphs += 1
         return self._handle
 
-    def leave(self) -> None:
-        """Remove a graph."""
-        self._graphs -= 1
+    def add(self, graph: CudaGraph) -> None:
+        self._graphs.add(graph)
+
+    def remove(self, graph: CudaGraph) -> None:
+        self._graphs.discard(graph)
 
 
 def _forget_workspaces() -> None:
@@ -86,6 +89,7 @@ class CudaGraph(Graph):
         #: PyTorch's own graph object.
         self.raw: torch.cuda.CUDAGraph | None = raw
         self._pool, self._index = pool, device_index
+        pool.add(self)
         # The graph may launch kernels of these, and keeps none of them alive.
         self._fft_plans = torch._cufft_get_plan_cache_size(device_index)
 
@@ -105,7 +109,7 @@ class CudaGraph(Graph):
         if self.raw is not None:
             self.raw.reset()
             self.raw = None
-            self._pool.leave()
+            self._pool.remove(self)
 
 
 @contextmanager
@@ -277,7 +281,7 @@ class CudaDevice(AcceleratorDevice):
         _forget_workspaces()
         try:
             with self.use(self.stream("capture")):  # the default stream cannot capture
-                handle = pool.enter()
+                handle = pool.handle()
                 try:
                     # thread_local: another thread may pin memory for a loader meanwhile.
                     raw.capture_begin(pool=handle, capture_error_mode="thread_local")
@@ -285,7 +289,6 @@ class CudaDevice(AcceleratorDevice):
                     raw.capture_end()
                 except BaseException as problem:
                     self._end_failed_capture(raw, handle, random_state)
-                    pool.leave()
                     if not isinstance(problem, Exception):
                         raise
                     raise CaptureError("the step could not be captured") from problem

@@ -675,10 +675,10 @@ def _last_line(code: types.CodeType) -> int:
 
 @pytest.mark.parametrize("make", CARRIED, ids=lambda make: make.__name__)
 def test_what_is_carried_is_not_captured(capturing: Device, make: Any) -> None:
-    """Losses, weights and what is carried are those without graphs, to the bit and with a plain
-    optimizer: a capture that is refused leaves nothing behind."""
-    expected = Run(capturing, make, "pipeline", "AdamW")
-    found = Run(capturing, make, "graph", "AdamW")
+    """Losses, weights and what is carried are those without graphs, to the bit: a capture that is
+    refused leaves nothing behind, also where parts of the step are graphs then."""
+    expected = Run(capturing, make, "pipeline")
+    found = Run(capturing, make, "graph")
     assert found.report is not None
     assert found.report.replays == 0
     assert any(line in str(found.report.why) for line in lines_of(make)), found.report.why
@@ -939,6 +939,8 @@ def test_never_silently_different(
         found = Run(device, together, plan, optimizer, **options)
         assert found.report is not None
         begun = None
+        if found.report.parts is not None and optimizer == "AdamW":
+            return  # its update is a graph of its own, from a step that is not known here
         if found.report.replays and optimizer == "AdamW":
             if epochs > 1 or accumulate > 1:
                 return  # where it was made capturable is not known here
