@@ -111,6 +111,43 @@ def test_a_step_of_ones_own_is_told_so_too_but_not_its_optimizer(
     assert torch.allclose(*found, atol=1e-5)
 
 
+class Choosing(nn.Module):
+    """Computes otherwise in a capture, and needs not: as transformers without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out * 2 if torch.cuda.is_current_stream_capturing() else out
+
+
+@pytest.mark.parametrize("kind", [Choosing, Masked])
+def test_a_model_is_told_that_it_is_captured_only_if_it_waits_else(
+    capturing: Device, kind: type[nn.Module]
+) -> None:
+    found, reports = [], []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = kind().to(capturing.torch_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = hr.speed_up(model, optimizer, device=capturing) if graphs else None
+        losses = []
+        for batch in batches(capturing):
+            loss = square(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append([one.to("cpu").tolist() for one in losses])
+        if handle is not None:
+            reports.append(handle.report().parts[0])
+    assert found[0] == found[1]
+    assert (reports[0].why, reports[0].captures) == (None, 1)
+    assert (reports[0].rounding is None) == (kind is Choosing)
+
+
 class TestCudaAnswers:
     """CUDA's part, without a GPU: only the function that PyTorch's own ones call is replaced."""
 
@@ -138,6 +175,19 @@ class TestCudaAnswers:
             self.captures = False
         assert others == [False]
         assert not torch.cuda.is_current_stream_capturing()
+
+    def test_a_query_may_answer_in_captures(self) -> None:
+        others, self.captures = [], True
+        query = CaptureQuery(answer=False, in_captures=True)
+        with CudaDevice.answering(object.__new__(CudaDevice), query):
+            assert not torch.cuda.is_current_stream_capturing()
+            other = threading.Thread(
+                target=lambda: others.append(torch.cuda.is_current_stream_capturing())
+            )
+            other.start()
+            other.join()
+        assert others == [True]
+        assert torch.cuda.is_current_stream_capturing()
 
     def test_a_query_may_only_listen(self) -> None:
         query = CaptureQuery()

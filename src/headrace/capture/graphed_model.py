@@ -217,7 +217,7 @@ class GraphedModel:
         pools = lane.pool, self._lanes.backward_pool()
         capture = ModelCapture(self._step, state, kind, *self._trials.known_of(kind), pools)
         capture.require_memory()
-        with self.part.capturing():
+        with self.part.capturing(), self._trials.answering_in_capture():
             return capture.run(call, leaves)
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,9 @@ class ModelTrials:
     ) -> None:
         self._device = step.device
         after, recheck = options.after, options.recheck
-        self._trials = Trials(step.device, first=max(after - 1, 1), last=after, recheck=recheck)
+        self._trials = Trials(
+            step.device, first=max(after - 1, 1), last=after, recheck=recheck, can_deny=True
+        )
         self._give_up = give_up
         self._kinds: dict[Hashable, CallKind] = {}
         # Kinds of which a call is to be checked, and for how many calls they may wait.
@@ -75,6 +78,10 @@ class ModelTrials:
     def known_of(self, kind: CallKind) -> tuple[list[torch.Tensor], HostDraws | None]:
         """What calls of a kind read besides the model's own tensors, and draw on the host."""
         return self._trials.watch.read_by(kind), self._trials.watch.host_draws(kind)
+
+    def answering_in_capture(self) -> AbstractContextManager[None]:
+        """In the block, code that asks whether it is captured is answered as in the trials."""
+        return self._device.answering(self._trials.watch.query_in_capture())
 
     @property
     def rounding(self) -> str | None:

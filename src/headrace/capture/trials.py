@@ -43,11 +43,13 @@ class TracedRun:
 
 class Trials:
     """The trials of one function, by the key of their graph. Calls of a key are watched from the
-    `first` use on, or from the `last` while many keys are watched."""
+    `first` use on, or from the `last` while many keys are watched. `can_deny`: see `StepWatch`."""
 
-    def __init__(self, device: Device, *, first: int, last: int, recheck: int) -> None:
+    def __init__(
+        self, device: Device, *, first: int, last: int, recheck: int, can_deny: bool = False
+    ) -> None:
         self._device = device
-        self.watch = StepWatch(first, last)
+        self.watch = StepWatch(first, last, can_deny=can_deny)
         self.recheck = Recheck(recheck)
 
     @contextmanager

@@ -11,6 +11,10 @@ is right because the answer is true for every batch that a graph will train on, 
 library that asks promises the same result either way, up to rounding: it may choose another kernel.
 Optimizers ask too, and refuse a capture unless they were made capturable, which happens only right
 before one; they are told the truth.
+
+Code that asks and then does what a graph can repeat, as transformers without a mask, needs no other
+answer. If the capture `can_deny`, it is told "no" in the capture as well, so that the graph has the
+kernels of the plain loop.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 
 from headrace.capture.host_draws import HostDraws
 from headrace.capture.trace import StepTrace, Storage
-from headrace.device import Obstacle
+from headrace.device import CaptureQuery, Obstacle
 
 # Give up capturing after this many batches of a shape without two in a row that agree.
 _MAX_WATCHED = 6
@@ -38,8 +42,9 @@ class StepWatch:
     shapes are being watched, and from its `last` use on in any case.
     """
 
-    def __init__(self, first: int, last: int) -> None:
+    def __init__(self, first: int, last: int, *, can_deny: bool = False) -> None:
         self._first, self._last = first, last
+        self._can_deny = can_deny
         self._traces: dict[Hashable, StepTrace] = {}
         self._differences: Counter[Hashable] = Counter()
         #: Shapes of which two batches agreed, with the trace of the second.
@@ -106,7 +111,7 @@ class StepWatch:
         `first` batch may meet obstacles, and later ones may read what it has made: that may be a
         one-time setup.
         """
-        if trace.asked and not trace.as_captured:
+        if trace.asked and not trace.as_captured and (obstacles or not self._can_deny):
             self.as_captured = True
             self.forget()
             return None
@@ -149,6 +154,10 @@ class StepWatch:
             self._traces.pop(next(iter(self._traces)))
         self._traces[key] = trace
         return None
+
+    def query_in_capture(self) -> CaptureQuery:
+        """What code is answered in a capture that `can_deny`: the same as in the trials."""
+        return CaptureQuery(self.as_captured, in_captures=True)
 
     def answer_as_captured(self) -> None:
         """Tell trials from now on that they are being captured."""

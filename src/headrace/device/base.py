@@ -325,7 +325,7 @@ class Device(abc.ABC):
     def answering(self, query: CaptureQuery) -> AbstractContextManager[None]:
         """Inside the block, `query` answers code that asks whether its work is being captured
         (`torch.cuda.is_current_stream_capturing`), in this thread and in autograd's. In a capture
-        the answer is always yes."""
+        the answer is yes, unless the query is for captures as well."""
         return nullcontext()
 
     def random_state(self) -> torch.Tensor:

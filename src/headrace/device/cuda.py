@@ -299,7 +299,7 @@ class CudaDevice(AcceleratorDevice):
         return CudaGraph(raw, pool, self._index), result
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(torch._C._cuda_isCurrentStreamCapturing())  # whatever others are answered
 
     def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
         """Clean up after a failed capture. After a Python error the capture can be ended as usual.
@@ -364,10 +364,11 @@ class CudaDevice(AcceleratorDevice):
         truth, thread = graphs._cuda_isCurrentStreamCapturing, threading.get_ident()
 
         def answer() -> bool:
-            if truth():
-                return True
             in_backward = torch._C._current_graph_task_id() != -1  # runs in a thread of its own
-            return (in_backward or threading.get_ident() == thread) and query.ask()
+            is_ours = in_backward or threading.get_ident() == thread
+            if truth() and not (is_ours and query.in_captures):
+                return True
+            return is_ours and query.ask()
 
         graphs._cuda_isCurrentStreamCapturing = answer
         try:

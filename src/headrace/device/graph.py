@@ -31,17 +31,19 @@ class CaptureQuery:
 
     Some libraries run other code in a capture than outside of one: transformers reads a padding
     mask back to the host only outside. A trial run that answers "yes" runs what a capture would
-    run. `answer` is given outside captures; `asked` says whether anybody has asked.
+    run. `answer` is given outside captures, or `in_captures` as well; `asked` says whether anybody
+    has asked.
     """
 
     answer: bool = False
     asked: bool = False
+    in_captures: bool = False
     #: Set while code runs that must get the true answer: an optimizer's step refuses a capture if
     #: it was not made capturable.
     is_paused: bool = False
 
     def ask(self) -> bool:
-        """The answer outside a capture."""
+        """The answer, where it is not the truth."""
         if self.is_paused:
             return False
         self.asked = True

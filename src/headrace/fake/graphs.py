@@ -393,9 +393,11 @@ def _health_check(optimizer: torch.optim.Optimizer) -> None:
 def _is_capturing() -> bool:
     """Replaces what `torch.cuda.is_current_stream_capturing` calls."""
     for device in patches.devices:
+        query = device.call.capture_query
+        if query is not None and query.in_captures:
+            return query.ask()
         if device.current_stream().tape is not None:
             return True
-        query = device.call.capture_query
         if query is not None and query.ask():
             return True
     return torch.cuda.is_available() and bool(patches.originals[_IS_CAPTURING]())
