@@ -12,10 +12,11 @@ as they are in an eager loop:
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from headrace.device import Device, Stream
 
 _GRADIENT = operator.attrgetter("grad")
+_IS_NONE = functools.partial(operator.is_, None)
 _STORAGE = torch.Tensor.untyped_storage
 #: All that exist: captures, also of other things, may refer to their memory.
 _all: weakref.WeakSet[GradientBuffers] = weakref.WeakSet()
@@ -107,7 +109,7 @@ class GradientBuffers:
         assert self._sum is not None
         total = self._sum
         self._put_aside(self._held(numbers, besides=total.aside), total.aside)
-        again = [number for number in numbers if number in total.numbers]
+        again = [number for number in numbers if number in total.numbers] if total.numbers else []
         self._copy(self._partial, self._buffers, again)
         replay()
         if again:
@@ -167,6 +169,10 @@ class GradientBuffers:
             self._give_out(list(total.numbers), total.aside)
 
     def _give_out(self, numbers: list[int], aside: dict[int, None]) -> None:
+        pick = _picker(tuple(numbers))
+        if not aside and all(map(_IS_NONE, map(_GRADIENT, pick(self.parameters)))):
+            _give(pick(self.parameters), pick(self._buffers))
+            return
         added: list[int] = []  # `p.grad` is the buffer: what was in it is aside
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         restored: list[int] = []
@@ -215,14 +221,14 @@ class GradientBuffers:
 
     def _held(self, numbers: Sequence[int], besides: dict[int, None]) -> list[int]:
         """Those whose buffer somebody holds, as `p.grad` or otherwise, and that are not known."""
+        pick = _picker(tuple(numbers))
         objects, memory = self._references(numbers)
-        gradients = list(map(_GRADIENT, map(self.parameters.__getitem__, numbers)))
-        own_objects = list(map(self._own_objects.__getitem__, numbers))
-        own_memory = list(map(self._own_memory.__getitem__, numbers))
+        gradients = list(map(_GRADIENT, pick(self.parameters)))
+        own_objects, own_memory = pick(self._own_objects), pick(self._own_memory)
         if (
             objects == own_objects
             and memory == own_memory
-            and not any(map(operator.is_, gradients, map(self._buffers.__getitem__, numbers)))
+            and not any(map(operator.is_, gradients, pick(self._buffers)))
         ):
             return []
         return [
@@ -236,11 +242,11 @@ class GradientBuffers:
             )
         ]
 
-    def _references(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _references(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each buffer the references to the tensor's object, and to its memory."""
-        objects = map(sys.getrefcount, map(self._buffers.__getitem__, numbers))
-        memory = map(torch._C._storage_Use_Count, map(self._memory.__getitem__, numbers))
-        return list(objects), list(memory)
+        pick = _picker(tuple(numbers))
+        objects = map(sys.getrefcount, pick(self._buffers))
+        return tuple(objects), tuple(map(torch._C._storage_Use_Count, pick(self._memory)))
 
 
 class _Sum:
@@ -273,5 +279,18 @@ def _memory_references(buffers: GradientBuffers) -> dict[int, int]:
     }
 
 
+@functools.lru_cache(maxsize=256)
+def _picker(numbers: tuple[int, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gives the values at these numbers, of a list or dict."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda values: tuple([values[number] for number in numbers])
+
+
 def _pick(tensors: dict[int, torch.Tensor], numbers: Any) -> list[torch.Tensor]:
     return [tensors[number] for number in numbers]
+
+
+def _give(parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -98,10 +98,11 @@ class GraphedUpdate:
         scales = [getattr(self._optimizer, name, None) is not None for name in SCALER_INPUTS]
         settings = (self._settings.read(self._state), *scales)
         key = (*settings, *_addresses(gradients))
+        if (graph := self._graphs.get(key)) is not None:
+            return graph
         # A scaled step writes to its gradients.
-        elsewhere = None if any(scales) else (*settings, None, *(one is None for one in gradients))
-        graph = self._graphs.get(key) or self._graphs.get(elsewhere)
-        if graph is not None:
+        elsewhere = None if any(scales) else (*settings, None, *[one is None for one in gradients])
+        if (graph := self._graphs.get(elsewhere)) is not None:
             return graph
         try:
             if self._settling.has_settled(key, gradients):

@@ -26,10 +26,12 @@ _END = (object(),)
 
 
 class CodeGuards(ReadValues):
-    """What the code of a model's modules reads. Their modes are part of a graph's key instead."""
+    """What the code of a model's modules reads. Their modes are part of a graph's key instead, and
+    `ModuleGuards` compares what is registered."""
 
     def _compile(self) -> None:
-        self.reader.places.leave_out("training")
+        own = dicts_of_modules(self._state.all_modules())
+        self.reader.places.leave_out("training", own)
         super()._compile()
 
 

@@ -6,7 +6,7 @@ import pickle
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -192,9 +192,12 @@ class Places:
             if (place := self._found.get(key)) is not None:
                 place.stored_at = place.stored_at or self.line
 
-    def leave_out(self, key: str) -> None:
-        """Compare nothing that has this key: the caller does."""
-        self._found = {at: one for at, one in self._found.items() if at[2] != key}
+    def leave_out(self, key: str, owners: Iterable[Any]) -> None:
+        """Compare nothing that has this key, or these owners: the caller does."""
+        known = set(map(id, owners))
+        self._found = {
+            at: one for at, one in self._found.items() if at[2] != key and at[1] not in known
+        }
 
     def changed_at(self, container: Any) -> None:
         """Code changes the items of a container."""
