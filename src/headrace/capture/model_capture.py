@@ -16,6 +16,7 @@ import torch
 
 from headrace.capture.captured_model import CallKind, CapturedBackward, CapturedModel
 from headrace.capture.eager_calls import running_inside
+from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.model_state import ModelState
@@ -28,13 +29,15 @@ from headrace.errors import CaptureError
 @dataclass(frozen=True, slots=True)
 class ModelCapture:
     """One capture. `reads` are tensors that the model reads besides its own, `host_draws` what it
-    draws on the host, `pools` those of the forward and of the backward."""
+    draws on the host, `host_constants` what it copies from there, `pools` those of the forward and
+    of the backward."""
 
     step: StepState
     state: ModelState
     kind: CallKind
     reads: list[torch.Tensor]
     host_draws: HostDraws | None
+    host_constants: HostConstants | None
     pools: tuple[object, object]
 
     def run(self, call: Any, leaves: list[Any]) -> CapturedModel:
@@ -70,7 +73,8 @@ class ModelCapture:
         args, kwargs = rebuild_batch(call, own)
         torch.clear_autocast_cache()  # a cast that is cached now would be a stale weight
         function: Any = self.step.function
-        with guards.aliases() as aliases, running_inside():
+        constants = self.host_constants or HostConstants(device)
+        with guards.aliases() as aliases, running_inside(), constants.on_device():
             forward, result = device.capture(lambda: function(*args, **kwargs), self.pools[0])
         if any(one._version != version for one, version in zip(own, versions, strict=True)):
             raise CaptureError("it writes to its arguments, of which a graph gets copies")
@@ -94,7 +98,7 @@ class ModelCapture:
             outputs,
             self.host_draws,
             # Other memory may be given to a parameter while a call waits for its backward.
-            [*own, *(one.detach() for one in guards.tensors), *self.reads],
+            [*own, *(one.detach() for one in guards.tensors), *self.reads, *constants.values],
         )
 
     def _capture_backward(

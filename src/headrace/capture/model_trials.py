@@ -12,6 +12,7 @@ import torch
 
 from headrace.capture.captured_model import CallKind
 from headrace.capture.eager_calls import DOUBLE_BACKWARD
+from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
 from headrace.capture.model_state import ModelState
 from headrace.capture.outputs import own_tensors
@@ -75,9 +76,13 @@ class ModelTrials:
         """Whether to watch a call."""
         return self._trials.watch.wants(kind, kind.uses)
 
-    def known_of(self, kind: CallKind) -> tuple[list[torch.Tensor], HostDraws | None]:
-        """What calls of a kind read besides the model's own tensors, and draw on the host."""
-        return self._trials.watch.read_by(kind), self._trials.watch.host_draws(kind)
+    def known_of(
+        self, kind: CallKind
+    ) -> tuple[list[torch.Tensor], HostDraws | None, HostConstants | None]:
+        """What calls of a kind read besides the model's own tensors, draw on the host, and copy
+        from there."""
+        watch = self._trials.watch
+        return watch.read_by(kind), watch.host_draws(kind), watch.host_constants(kind)
 
     def answering_in_capture(self) -> AbstractContextManager[None]:
         """In the block, code that asks whether it is captured is answered as in the trials."""
@@ -130,11 +135,16 @@ class ModelTrials:
     def _run(self, why: str, state: ModelState, call: Any, run: Run) -> tuple[Any, TracedRun]:
         leaves = flatten_batch(call)
         code = ModelTrials._run.__code__
-        with self._trials.run(code, lambda: [*state.guards.tensors, *leaves]) as trial:
+
+        def known() -> list[torch.Tensor]:
+            return [*state.guards.tensors, *leaves]
+
+        with self._trials.run(code, known, notes_constants=True) as trial:
             torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
             with trial.tracer:
                 result = run(why)
         trial.allow_host_draws()
+        trial.allow_host_constants()
         return result, trial
 
     # --- checks -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ they differ, Python made a decision, and a graph would repeat the one it made at
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -18,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef as Storage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
-from headrace.device import CaptureQuery, Device
+from headrace.device import CaptureQuery, Device, Obstacle
 from headrace.source_lines import Site, users_line_inside
 
 __all__ = ["StepTrace", "StepTracer", "Storage", "TensorRead", "storages"]
@@ -76,6 +77,8 @@ class StepTrace:
     nested_at: Site | None = None
     is_nested: bool = False
     host_draws: HostDraws = field(default_factory=HostDraws)
+    #: What it copied from the host; None if nobody asked.
+    host_constants: HostConstants | None = None
 
     def difference(self, before: StepTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -88,6 +91,12 @@ class StepTrace:
             return (
                 f"{extra.name}{_at(extra.line)} is computed for some batches only: compute it for "
                 "every batch, and choose with torch.where"
+            )
+        constants, others = self.host_constants, before.host_constants
+        if constants is not None and others is not None and not constants.same_as(others):
+            return (
+                "it copies another value from the host to the device in each call: make it on the "
+                "device, or let the loader return it in the batch"
             )
         for name, number in self.returned.items():
             if repr(before.returned.get(name)) != repr(number):
@@ -151,6 +160,7 @@ class StepTracer(TorchDispatchMode):
         self._caller = caller
         # Host tensors that device work returned, such as an attention's random seed and offset.
         self._returned_to_host: set[Storage] = set()
+        self._obstacles: Sequence[Obstacle] = ()
 
     def __enter__(self) -> StepTracer:
         self._answering.append(self._device.answering(self._query))
@@ -187,11 +197,24 @@ class StepTracer(TorchDispatchMode):
             for value in tree_iter((args, kwargs or {})):
                 if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
                     self.trace.touched.add(Storage(value.untyped_storage()))
-            result = func(*args, **(kwargs or {}))
+            result = self._run(func, args, kwargs or {})
             self.trace.host_draws.record(func, args, kwargs, result)
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._record_made(value, on_device)
+        return result
+
+    def note_constants(self, obstacles: Sequence[Obstacle]) -> None:
+        """Note what the block copies from the host. `obstacles` are those met so far: the list
+        grows meanwhile."""
+        self._obstacles, self.trace.host_constants = obstacles, HostConstants(self._device)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        constants, before = self.trace.host_constants, len(self._obstacles)
+        if constants is None or not constants.is_copy(func, args):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        constants.note(func, args, result, self._obstacles[before:])
         return result
 
     def forward_ends(self, returned: dict[str, float]) -> None:

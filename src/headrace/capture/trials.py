@@ -40,6 +40,12 @@ class TracedRun:
         if draws.are_all:
             self.obstacles = [one for one in self.obstacles if one.what != torch_draw().what]
 
+    def allow_host_constants(self) -> None:
+        """Copies from the host are no obstacle, if a capture can read what they copied. Call it
+        right after the run."""
+        if self.trace.host_constants is not None:
+            self.obstacles = self.trace.host_constants.excuse(self.obstacles)
+
 
 class Trials:
     """The trials of one function, by the key of their graph. Calls of a key are watched from the
@@ -54,13 +60,19 @@ class Trials:
 
     @contextmanager
     def run(
-        self, caller: CodeType, tensors: Callable[[], list[torch.Tensor]]
+        self,
+        caller: CodeType,
+        tensors: Callable[[], list[torch.Tensor]],
+        *,
+        notes_constants: bool = False,
     ) -> Iterator[TracedRun]:
         """Run the function in this block, inside the trial's `tracer`. `caller` is the code around
         the user's. `tensors` are those that it may read; there may be more of them afterwards."""
         tracer = StepTracer(self._device, caller, as_captured=self.watch.as_captured)
         trial = TracedRun(tracer, storages(tensors()))
         with self._device.watch() as obstacles:
+            if notes_constants:
+                tracer.note_constants(obstacles)
             yield trial
         trial.obstacles = obstacles
         trial.known |= storages(tensors())

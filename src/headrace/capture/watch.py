@@ -24,6 +24,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
 from headrace.capture.trace import StepTrace, Storage
 from headrace.device import CaptureQuery, Obstacle
@@ -84,6 +85,10 @@ class StepWatch:
         """What a shape's batches draw on the host; None if nothing."""
         draws = self._agreed[key].host_draws
         return draws if draws.are_all else None
+
+    def host_constants(self, key: Hashable) -> HostConstants | None:
+        """What a shape's batches copy from the host; None if nobody has noted it."""
+        return self._agreed[key].host_constants
 
     def difference(
         self, key: Hashable, trace: StepTrace, obstacles: Sequence[Obstacle], known: set[Storage]

@@ -1,0 +1,125 @@
+"""Values that a forward makes on the host and copies to the device, the same in each call.
+
+    identity = torch.from_numpy(np.eye(3, dtype=np.float32)).to(x.device)
+
+A graph has no copy from the host: the host would wait for it. What watched calls have copied is
+kept on the device instead, and a capture reads it there. Two calls must have copied the same, and
+checks of a graph compare it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.device import Device, Obstacle
+from headrace.errors import CaptureError
+
+_COPIES = ("aten::copy_", "aten::_to_copy")
+_MAX_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """`content` is what was copied, `value` what it became on the device; None if it stayed on the
+    host, or came to the device as a number that a kernel was given."""
+
+    content: bytes
+    value: torch.Tensor | None
+
+
+class HostConstants:
+    """What one run copied from the host."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._found: list[_Copy] = []
+        self._excused: list[Obstacle] = []
+
+    def is_copy(self, func: Any, args: Any) -> bool:
+        """Whether an operation copies from the host, to the host or to the device."""
+        if func._schema.name not in _COPIES:
+            return False
+        source = _source(func, args)
+        return source.is_cpu and not self._device.holds(source) and source.nbytes <= _MAX_BYTES
+
+    def note(self, func: Any, args: Any, result: Any, obstacles: Sequence[Obstacle]) -> None:
+        """Such an operation has run, and met these obstacles: they are none for a graph that has
+        the value on the device."""
+        is_constant = bool(obstacles) and self._device.holds(result)
+        value = result.detach().clone() if is_constant else None
+        self._found.append(_Copy(_content(_source(func, args)), value))
+        if is_constant:
+            self._excused += obstacles
+
+    def excuse(self, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
+        """Those of the obstacles that remain."""
+        known = set(map(id, self._excused))
+        return [one for one in obstacles if id(one) not in known]
+
+    def same_as(self, other: HostConstants) -> bool:
+        """Whether two runs copied the same values to the device."""
+        mine, theirs = (
+            [one.content for one in run._found if one.value is not None] for run in (self, other)
+        )
+        return mine == theirs
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What a graph reads of them."""
+        return [one.value for one in self._found if one.value is not None]
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """In the block, a capture gets the values from the device. Raises `CaptureError` if they
+        are others now."""
+        if not self.values:
+            yield
+            return
+        with _FromDevice(self) as mode:
+            yield
+        if mode.copies != len(self._found):
+            raise CaptureError("it copied less from the host than when it was watched")
+
+    def value_of(self, number: int, source: torch.Tensor) -> torch.Tensor | None:
+        """What one of the copies is replaced by; None if it is not."""
+        copy: _Copy | None = self._found[number] if number < len(self._found) else None
+        if copy is None or (copy.value is not None and copy.content != _content(source)):
+            raise CaptureError("it copied another value from the host than when it was watched")
+        return copy.value
+
+
+class _FromDevice(TorchDispatchMode):
+    """Replaces copies from the host. `copies` is how many there were so far."""
+
+    def __init__(self, constants: HostConstants) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._constants = constants
+        self.copies = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        value = None
+        if self._constants.is_copy(func, args):
+            value = self._constants.value_of(self.copies, _source(func, args))
+            self.copies += 1
+        if value is None:
+            return func(*args, **(kwargs or {}))
+        return args[0].copy_(value) if func._schema.name == "aten::copy_" else value.clone()
+
+
+def _source(func: Any, args: Any) -> torch.Tensor:
+    source: torch.Tensor = args[1] if func._schema.name == "aten::copy_" else args[0]
+    return source
+
+
+def _content(source: torch.Tensor) -> bytes:
+    with torch._C._DisableTorchDispatch():
+        flat = source.detach().resolve_conj().resolve_neg().reshape(-1)
+        return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
