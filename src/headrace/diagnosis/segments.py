@@ -37,6 +37,8 @@ WAIT, PAGEABLE_COPY, PINNED_COPY, GRAPH = "wait", "pageable copy", "pinned copy"
 _MARGIN, _MARGIN_NS = 1.5, 100_000
 _UNKNOWN_NS = 1_000_000
 _MAX_DELAY_NS = 300_000_000
+#: The driver takes a copy of so much memory that is not pinned, and the host goes on.
+_STAGED_BYTES = 65_536
 _OWN_FILES = (str(HEADRACE), warnings.__file__, threading.__file__)
 
 
@@ -158,8 +160,7 @@ class DeviceEdges(Edges):
     def work_ns(self) -> dict[Key, float]:
         """Nanoseconds of each segment's work, on an idle device. The mean of those segments that
         were launched in time; if there is none, the shortest."""
-        self._close()
-        self._open = None
+        self._open = None  # a segment that has not ended
         nothing_ns = self._nothing_ns()
         found: dict[Key, float] = {}
         for key, segments in self._segments.items():
@@ -262,17 +263,31 @@ def _around_copy(
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        source = args[0] if is_into_self and args else self
-        is_from_host = isinstance(source, torch.Tensor) and source.is_cpu
-        if not is_from_host or (is_into_self and self.is_cpu):
+        source, target = (args[0] if args else None, self) if is_into_self else (self, None)
+        if not (isinstance(source, torch.Tensor) and source.is_cpu):
             return original(self, *args, **kwargs)
-        edges.edge(PINNED_COPY if source.is_pinned() else PAGEABLE_COPY)
+        wanted = (target,) if is_into_self else (*args[:1], *kwargs.values())
+        if not (original.__name__ == "cuda" or any(map(_is_on_device, wanted))):
+            return original(self, *args, **kwargs)
+        is_ahead = source.nbytes <= _STAGED_BYTES or source.is_pinned()
+        edges.edge(PINNED_COPY if is_ahead else PAGEABLE_COPY)
         try:
             return original(self, *args, **kwargs)
         finally:
             edges.edge("after copy")
 
     return call
+
+
+def _is_on_device(target: object) -> bool:
+    """Whether an argument of `to` names a device other than the host, or is a tensor there."""
+    if isinstance(target, torch.Tensor):
+        return not target.is_cpu
+    if isinstance(target, torch.device):
+        return target.type != "cpu"
+    if isinstance(target, str):
+        return not target.startswith("cpu")
+    return isinstance(target, int) and not isinstance(target, bool)
 
 
 def _around_replay(replay: Callable[..., Any], edges: Edges) -> Callable[..., Any]:

@@ -419,7 +419,8 @@ class Session:
                 measured.missing.append(
                     "neither CUPTI nor CUDA events showed work of the GPU: no breakdown"
                 )
-        self.seen.note(timed.label)
+        for note in timed.notes:
+            self.seen.note(note)
         self._timed = timed
 
     def _python_window(self, device: Device, trace: StepTrace) -> Iterator[None]:

@@ -40,6 +40,8 @@ _LONG_OPERATOR_NS = 150_000
 _NO_WORK_NS = 5_000
 #: A copy from pageable memory that takes the host longer has blocked it.
 _BLOCKING_COPY_NS = 30_000
+#: From this share of segments on that were launched late, the user is told.
+_MANY_LATE = 0.2
 _LABEL = (
     "measured without CUPTI: the times of the GPU's work are from CUDA events around parts of a "
     "step, launches are PyTorch's operators, and work on other streams is not seen"
@@ -67,8 +69,6 @@ class TimedSteps:
     """Runs steps with events in place of the profiler. `steps` yields once per step, as many times
     as it is told."""
 
-    label = _LABEL
-
     def __init__(
         self,
         device: Device,
@@ -79,6 +79,15 @@ class TimedSteps:
         self._device, self._steps = device, steps
         self._torch_calls, self._loaders = torch_calls, loaders
         self._work_ns: dict[Key, float] = {}
+        self._late_share = 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user must know of these figures."""
+        if self._late_share <= _MANY_LATE:
+            return (_LABEL,)
+        late = f"{self._late_share:.0%} of the parts were launched too late to be timed exactly"
+        return _LABEL, f"{late}: the GPU may compute for less than is said"
 
     def note_host(self, count: int, keep: Callable[[HostSteps], object]) -> Iterator[None]:
         """Note what the host does in some steps, and call `keep` with it, also if the script
@@ -86,8 +95,8 @@ class TimedSteps:
         marks: list[int] = []
         edges = HostEdges(self._device)
         with profiled_operators() as operators:
+            self._device.synchronize("diagnose")  # before waits are watched
             with self._watched(edges) as (torch_calls, inputs):
-                self._device.synchronize("diagnose")
                 start_ns = perf_counter_ns()
                 edges.end_step()
                 with suppress(GeneratorExit):  # the script has ended: read what there is
@@ -112,14 +121,15 @@ class TimedSteps:
     def measure_device(self, count: int, host: HostSteps) -> Iterator[None]:
         """Measure what the device's work takes in each segment of a step."""
         edges = DeviceEdges(self._device, delays(host.edges))
+        self._device.delay(1)  # the first one measures how long it is, and waits
+        self._device.synchronize("diagnose")
         with self._watched(edges):
-            self._device.synchronize("diagnose")
             edges.end_step()
             with suppress(GeneratorExit):  # the script has ended
                 for _ in self._steps(count):
                     yield
                     edges.end_step()
-        self._work_ns = edges.work_ns()
+        self._work_ns, self._late_share = edges.work_ns(), edges.late_share()
 
     def trace(self, host: HostSteps) -> StepTrace | None:
         """The steps as a trace; None if no work of the device was seen."""
