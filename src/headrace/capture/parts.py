@@ -26,6 +26,7 @@ import torch
 
 from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
 from headrace.capture.breaks import BreakTimer, is_inside_break
+from headrace.capture.gain import Gain
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
 from headrace.capture.model_trials import GraphOptions
@@ -47,17 +48,18 @@ class SpeedUpReport:
     """What `speed_up` did. `off` says why it does nothing at all; None if it is at work. `way` is
     the most that is replayed now: "parts", only "children" of a model, or nothing ("eager").
     `break_ms` is, for each part of a model that runs eagerly, how long a call of it keeps the host,
-    without the parts inside it."""
+    without the parts inside it. `gain` says what graphs gain, if that is measured."""
 
     parts: tuple[PartReport, ...]
     off: str | None = None
     way: Way = "eager"
     break_ms: Mapping[str, float] = field(default_factory=dict)
+    gain: str | None = None
 
     def __str__(self) -> str:
         if self.off is not None:
             return f"speed_up does nothing: {self.off}"
-        return "\n".join(self._lines(None, ""))
+        return "\n".join([*self._lines(None, ""), *([] if self.gain is None else [self.gain])])
 
     def _lines(self, parent: str | None, indent: str) -> Iterator[str]:
         """The parts below a part, each with those below it."""
@@ -86,6 +88,7 @@ class SpeedUp:
         updates: list[tuple[torch.optim.Optimizer, GraphedUpdate]],
         off: str | None,
         loader: Iterable[Any] | None,
+        measured_on: Device | None = None,
     ) -> None:
         self._off, self._switch = off, _Switch()
         self._models: list[GraphedModel] = []
@@ -97,8 +100,14 @@ class SpeedUp:
         self.loader = loader
         for model, graphed in models:
             self._add(model, graphed)
+        self._gain: Gain | None = None
+        if measured_on is not None and updates:
+            self._gain = Gain(measured_on, self.use_graphs, lambda: self.replays)
+        ends = None if self._gain is None else self._gain.step_ends
         for optimizer, update in updates:
-            self._undo.append(_install_step(optimizer, update, self._switch, self._on_replay))
+            undo = _install_step(optimizer, update, self._switch, self._on_replay, ends)
+            self._undo.append(undo)
+            ends = None  # the first optimizer's update ends a step
 
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
@@ -138,7 +147,8 @@ class SpeedUp:
         timed = ((name, timer.ms_per_call) for name, timer in self._timers.items())
         eager = {one.name for one in parts if one.why is not None}
         break_ms = {name: ms for name, ms in timed if name in eager and ms is not None}
-        return SpeedUpReport(tuple(parts), self._off, way, break_ms)
+        gain = None if self._gain is None else self._gain.text
+        return SpeedUpReport(tuple(parts), self._off, way, break_ms, gain)
 
     @property
     def replays(self) -> int:
@@ -173,6 +183,7 @@ def speed_up(
     shapes: int = 16,
     recheck: int = 1000,
     check: int = 0,
+    measure: bool = False,
 ) -> SpeedUp:
     """Replay models' forward and backward, and optimizers' steps, as graphs, in your own loop.
 
@@ -186,9 +197,10 @@ def speed_up(
     - `shapes`: how many graphs a model has at most.
     - `recheck`: at its replays 10, 30, 100, 300 and then after each `recheck` of them, a graph is
       compared with a call that runs eagerly; 0: never.
-
     - `check`: how many of the first replays of each part are compared with the part run eagerly;
       `report()` says what differs.
+    - `measure`: run some of the first steps with graphs and some without, in turns, which takes a
+      host wait each turn. `report()` says what graphs gain, and the faster way stays.
 
     What no graph can repeat runs eagerly, and `report()` of the result says why. With
     `HEADRACE_PLAN=baseline` in the environment, and on a CPU, it does nothing.
@@ -229,7 +241,7 @@ def speed_up(
         inner, name = optimizer_inside(one), names[id(one)]
         update = GraphedUpdate(inner, opened, name=name, after=after, check=check)
         updates.append((one, update))
-    return SpeedUp(graphed, updates, None, loader)
+    return SpeedUp(graphed, updates, None, loader, opened if measure else None)
 
 
 def _children(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -361,19 +373,20 @@ def _install_step(
     update: GraphedUpdate,
     switch: _Switch,
     on_replay: list[Callable[[torch.optim.Optimizer], object]],
+    step_ends: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     optimizer = optimizer_inside(given)
     before, plain = vars(optimizer).get("step"), optimizer.step
 
     @functools.wraps(plain)
     def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-        if not switch.is_on:
-            return plain(closure)
         before = update.part.replays
-        result = update(closure)
+        result = update(closure) if switch.is_on else plain(closure)
         if update.part.replays != before:
             for call in on_replay:
                 call(optimizer)
+        if step_ends is not None:
+            step_ends()
         return result
 
     # A method, since learning rate schedulers unwrap it.
