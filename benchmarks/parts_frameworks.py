@@ -289,8 +289,8 @@ def in_accelerate(model: Any, loader: Any, clock: Clock | None, sped_up: bool) -
 
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
-    handle = hr.speed_up(model, optimizer) if sped_up else None
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    handle = hr.speed_up(model, optimizer, loader=loader) if sped_up else None
     losses = []
     for batch in loader:
         loss = model(**batch).loss

@@ -270,21 +270,25 @@ class TestWhatIsRefused:
 
 def sped_up_loop(when: str | None, **settings: Any) -> tuple[Any, ...]:
     """Accelerate's loop on a GPU, with `hr.speed_up` before or after `prepare`, or without it."""
-    with fake_cuda():
+    with fake_cuda() as device:
         accelerator = accelerate.Accelerator(**settings)
         model = classifier()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
         handle = hr.speed_up(model, optimizer) if when == "before" else None
+        pinned = DataLoader(samples(36), 4, shuffle=True, pin_memory=True)
         model, optimizer, scheduler, loader = accelerator.prepare(
-            model, optimizer, scheduler, shuffled(36)
+            model, optimizer, scheduler, pinned
         )
         if when == "after":
-            handle = hr.speed_up(model, optimizer)
+            handle = hr.speed_up(model, optimizer, loader=loader)
+            assert handle.loader is loader
+        waits: list[int] = []
         seeded(5)
         losses, skipped = [], []
         for _ in range(EPOCHS):
             for batch in loader:
+                waits.append(len(device.hidden_waits))
                 with accelerator.accumulate(model):
                     loss = loss_of(model, batch)
                     accelerator.backward(loss)
@@ -293,8 +297,11 @@ def sped_up_loop(when: str | None, **settings: Any) -> tuple[Any, ...]:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                losses.append(accelerator.gather(loss).mean().item())
+                losses.append(accelerator.gather(loss).mean().detach())
                 skipped.append(accelerator.optimizer_step_was_skipped)
+        if when == "after" and settings.get("mixed_precision") != "fp16":
+            assert waits[-1] == waits[4]  # the loader's copies wait no more
+        losses = [one.item() for one in losses]
         report = None if handle is None else handle.report()
         saved = accelerator.get_state_dict(model)
         found = losses, skipped, {name: one.cpu() for name, one in saved.items()}, report

@@ -1,4 +1,4 @@
-"""Optimizers that Accelerate's `prepare` has wrapped. Nothing here imports accelerate."""
+"""What Accelerate's `prepare` has wrapped. Nothing here imports accelerate."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from typing import Any
 import torch
 
 
-def is_prepared(optimizer: object, name: str = "AcceleratedOptimizer") -> bool:
-    """Whether an optimizer's class is Accelerate's wrapper `name`, or derived from it."""
+def is_prepared(prepared: object, name: str = "AcceleratedOptimizer") -> bool:
+    """Whether an object's class is Accelerate's wrapper `name`, or derived from it."""
     return any(
         kind.__name__ == name and kind.__module__.partition(".")[0] == "accelerate"
-        for kind in type(optimizer).__mro__
+        for kind in type(prepared).__mro__
     )
+
+
+def copies_by_itself(loader: object) -> bool:
+    """Whether a prepared loader copies its batches to the device. If so, it no longer waits for the
+    copies, as with Accelerate's setting `non_blocking`."""
+    if not (is_prepared(loader, "DataLoaderShard") or is_prepared(loader, "DataLoaderDispatcher")):
+        return False
+    if getattr(loader, "device", None) is None:
+        return False
+    vars(loader)["_non_blocking"] = True
+    return True
 
 
 def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

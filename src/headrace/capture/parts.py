@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from headrace.capture.accelerated import optimizer_inside, wrapper_steps_by
+from headrace.capture.accelerated import copies_by_itself, optimizer_inside, wrapper_steps_by
 from headrace.capture.breaks import BreakTimer, is_inside_break
 from headrace.capture.gain import Gain
 from headrace.capture.graphed_model import GraphedModel
@@ -96,7 +96,8 @@ class SpeedUp:
         self._undo: list[Callable[[], None]] = []
         self._timers: dict[str, BreakTimer] = {}
         self._on_replay: list[Callable[[torch.optim.Optimizer], object]] = []
-        #: The loader that was given, wrapped by `prefetch`; None if none was.
+        #: The loader that was given, wrapped by `prefetch` unless it copies batches itself; None if
+        #: none was.
         self.loader = loader
         for model, graphed in models:
             self._add(model, graphed)
@@ -189,7 +190,8 @@ def speed_up(
 
     Call it once before the loop, with all models and optimizers that train: nothing else changes.
 
-    - `loader`: wrapped by `prefetch`; iterate over `.loader` of what this returns.
+    - `loader`: wrapped by `prefetch`; iterate over `.loader` of what this returns. One that
+      Accelerate has prepared copies batches itself, and is told not to wait for that.
     - `compile`: compile the models with `torch.compile` first.
     - `device`: where they train. Default: the device of the first parameter; if that is the CPU and
       no `loader` is given, the accelerator that they may be moved to before the first step.
@@ -229,7 +231,7 @@ def speed_up(
     if off is not None:
         opened.warn_once(f"speed_up: {off}", "speed_up does nothing: %s", off)
         return SpeedUp([], [], off, loader)
-    if loader is not None:
+    if loader is not None and not copies_by_itself(loader):
         loader = prefetch(loader, opened)
     names = _names((*models, *optimizers))
     graphed, options = [], GraphOptions(after, shapes, recheck, check)
