@@ -6,8 +6,9 @@
 BERT base on batches of 32 × 128 tokens with a mask, in the Trainer, in Lightning and in Accelerate;
 Transformer base on 30 × 60 tokens in Lightning. bf16, a fused AdamW and clipping to 1.0 in all.
 Each training first warms up, is then timed, and ends with a few steps in which PyTorch reports
-every wait of the host. `checks` compares small models in other settings bit for bit. The result is
-written after each training; what no longer fits into `--seconds` is left out.
+every wait of the host. `checks` compares small models in other settings bit for bit, with PyTorch's
+deterministic kernels. The result is written after each training; what no longer fits into
+`--seconds` is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the checks
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import psutil
@@ -355,7 +357,7 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 
 def check(name: str, sizes: Sizes, sped_up: bool) -> Trained:
-    """A small model; every loss is compared."""
+    """A small model, with deterministic kernels; every loss is compared."""
     small = sizes if sizes is TINY else Sizes(bert=(8, 32), bert_layers=_TINY_BERT)
     options, steps, batch = dict(CHECKS[name]), sizes.checked, small.bert[0]
     each = steps * options.get("gradient_accumulation_steps", 1)
@@ -365,6 +367,14 @@ def check(name: str, sizes: Sizes, sped_up: bool) -> Trained:
         return in_trainer(bert(small), data, batch, steps, None, sped_up, **options)
     loader = torch.utils.data.DataLoader(data, batch)
     return in_lightning(bert(small), bert_loss, loader, steps, None, sped_up, **options)
+
+
+def checked(name: str, sizes: Sizes, sped_up: bool) -> Trained:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return check(name, sizes, sped_up)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _age() -> float:
@@ -421,7 +431,7 @@ def main() -> None:
     parser.add_argument("--fake", action="store_true", help="on the fake device, tiny")
     parser.add_argument("--seconds", type=float, default=135, help="begin nothing after this")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--only", help="cases and checks whose name has this")
+    parser.add_argument("--only", help="cases and checks whose name has this; `checks`: all checks")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -439,11 +449,11 @@ def main() -> None:
         if turn == 0:
             for name in CHECKS:
                 todo.append(
-                    ("checks", name, lambda _, sped_up, name=name: check(name, sizes, sped_up))
+                    ("checks", name, lambda _, sped_up, name=name: checked(name, sizes, sped_up))
                 )
     longest = {"cases": 12.0, "checks": 6.0}
     for kind, name, run in todo:
-        if options.only and options.only not in name:
+        if options.only and options.only not in f"{kind} {name}":
             continue
         left: float = options.seconds - _age()
         if left < longest[kind] and not options.fake:
