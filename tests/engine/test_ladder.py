@@ -231,3 +231,35 @@ class TestAuto:
             assert decided is not None
             assert (second.graphs.decision, second.graphs.way) == (decided.decision, decided.way)
             second.close()
+
+    @pytest.mark.parametrize("reads", [False, True])
+    def test_code_that_asks_whether_it_is_captured_gets_the_same_answer(self, reads: bool) -> None:
+        """It may choose another kernel then, and the bits of a resumed run would differ."""
+
+        class Asks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 3)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                is_captured = torch.cuda.is_current_stream_capturing()
+                out: torch.Tensor = self.layer(x)
+                return out * (1.0 + 1e-3 * is_captured)
+
+        def made(device: Device) -> Engine:
+            torch.manual_seed(0)
+            model = Asks().to(device.torch_device)
+            return make_engine(device, AUTO, model=model, loss=reads_back if reads else loss)
+
+        with FakeDevice(costs=LAUNCH_BOUND) as device:
+            first = made(device)
+            first.epoch(data(60))
+            assert first.graphs is not None
+            assert first.graphs.way == ("parts" if reads else "whole step")
+            stored = copy.deepcopy(first.state_dict())
+            expected = first.epoch(data(6)).losses
+            first.close()
+            second = made(device)
+            second.load_state_dict(stored)
+            assert second.epoch(data(6)).losses == expected
+            second.close()

@@ -162,7 +162,6 @@ FIELDS_OF_OTHERS = {
 
 #: Classes of which methods set more than eight fields again, and how many.
 SET_AGAIN = {
-    "capture/turns.py: Turns": 9,
     "diagnosis/step_monitor.py: StepMonitor": 9,
     "diagnosis/steps.py: StepFinder": 10,
     "engine/engine.py: Engine": 18,

@@ -50,7 +50,7 @@ class GraphedModel:
         self.part = PartTally(device, name, options.check)
         #: None until the model's parameters are there.
         self._state: ModelState | None = None
-        self._trials = ModelTrials(self._step, options, self.give_up)
+        self.trials = ModelTrials(self._step, options, self.give_up)
         self._lanes = ModelLanes(device)
         self._backward = ModelBackward(self._step, self, name)
         self._divide: Callable[[], None] | None = None
@@ -67,19 +67,19 @@ class GraphedModel:
             return self._run(state, call)
         leaves = flatten_batch(call)
         try:
-            kind = self._trials.kind(state.key(call, leaves))
+            kind = self.trials.kind(state.key(call, leaves))
         except CaptureError as problem:
             return self._run_odd(str(problem), call)
-        if not self._trials.has_agreed(kind):
+        if not self.trials.has_agreed(kind):
             return self._run_first(state, kind, call)
         found = self._graph_for(state, kind, call, leaves)
         if isinstance(found, str):
             return self._run(found, call)
-        why = self._trials.why_no_replay(kind, self.is_pending)
+        why = self.trials.why_no_replay(kind, self.is_pending)
         if why is CHECKED:
             return self._check_again(state, kind, call)
         if why is not None:
-            return self._trials.run_beside(call, functools.partial(self._run, why, call))
+            return self.trials.run_beside(call, functools.partial(self._run, why, call))
         return self._replay(*found, call, leaves)
 
     @property
@@ -101,12 +101,12 @@ class GraphedModel:
     def _run_first(self, state: ModelState, kind: CallKind, call: Any) -> Any:
         """One of the first calls of a kind."""
         kind.note_use()
-        if not self._trials.wants(kind):
+        if not self.trials.wants(kind):
             return self._run(FIRST_CALLS, call)
         if (why := state_obstacle(self._step)) is not None:
             self.give_up(why, divides=True)
             return self._run(why, call)
-        result, why = self._trials.watch(kind, state, call, functools.partial(self._run, call=call))
+        result, why = self.trials.watch(kind, state, call, functools.partial(self._run, call=call))
         if why is not None:
             self.give_up(why, divides=True)
         return result
@@ -114,10 +114,10 @@ class GraphedModel:
     def _check_again(self, state: ModelState, kind: CallKind, call: Any) -> Any:
         """Run a call eagerly that a graph would repeat, and compare what it does."""
         run = functools.partial(self._run, call=call)
-        result, found = self._trials.check(kind, state, call, run, self.part.name)
+        result, found = self.trials.check(kind, state, call, run, self.part.name)
         if found is not None:
             self._drop(f"a call that was checked differs from its graph: {found}")
-            if self._trials.is_hopeless():
+            if self.trials.is_hopeless():
                 self.give_up(f"it changes while its graphs are in use: {found}")
         return result
 
@@ -144,7 +144,7 @@ class GraphedModel:
         if self.part.note_change():
             self.give_up(f"{why} (again and again)")
         self._close_graphs()
-        self._trials.forget()
+        self.trials.forget()
 
     def _close_graphs(self) -> None:
         with self.part.closing():
@@ -164,7 +164,7 @@ class GraphedModel:
         If it `divides`, parts of the model may do without what stands in the way."""
         if self.part.give_up(why):
             self._close_graphs()
-            self._trials.forget(kinds=True)
+            self.trials.forget(kinds=True)
             if divides and not self.part.captures and self._divide is not None:
                 self._divide()
 
@@ -174,7 +174,7 @@ class GraphedModel:
 
     def report(self) -> PartReport:
         """What became of the model."""
-        rounding = join_reasons(self._trials.rounding, self._lanes.rounding)
+        rounding = join_reasons(self.trials.rounding, self._lanes.rounding)
         return self.part.report(rounding if self.part.captures else None)
 
     def is_pending(self) -> bool:
@@ -215,9 +215,9 @@ class GraphedModel:
         if (obstacle := state_obstacle(self._step)) is not None:
             raise CaptureError(obstacle)
         pools = lane.pool, self._lanes.backward_pool()
-        capture = ModelCapture(self._step, state, kind, *self._trials.known_of(kind), pools)
+        capture = ModelCapture(self._step, state, kind, *self.trials.known_of(kind), pools)
         capture.require_memory()
-        with self.part.capturing(), self._trials.answering_in_capture():
+        with self.part.capturing(), self.trials.answering_in_capture():
             return capture.run(call, leaves)
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:

@@ -89,6 +89,15 @@ class ModelTrials:
         return self._device.answering(self._trials.watch.query_in_capture())
 
     @property
+    def answers_as_captured(self) -> bool:
+        """Whether code has asked whether it is captured, and is told so."""
+        return self._trials.watch.as_captured
+
+    def answer_as_captured(self) -> None:
+        """Tell code from the next call on that it is captured, if it asks."""
+        self._trials.watch.answer_as_captured()
+
+    @property
     def rounding(self) -> str | None:
         return self._trials.watch.rounding
 

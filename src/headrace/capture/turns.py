@@ -22,6 +22,43 @@ _MIN_SAVING = 0.03
 _MAX_BROKEN_TURNS = 40
 
 
+class _Turn:
+    """Steps that run one way: how many there were, and how long those took that count."""
+
+    def __init__(self, device: Device, *, with_graphs: bool) -> None:
+        self._device, self.with_graphs = device, with_graphs
+        self.steps = self._took_ns = 0
+        #: When the clock was started; None while it stands.
+        self._since: int | None = None
+
+    def begin_step(self) -> None:
+        if self.steps >= _LEAD_IN and self._since is None:
+            self._since = self._now()
+
+    def end_step(self) -> bool:
+        """Returns whether it was the last."""
+        self.steps += 1
+        return self.steps == _TURN
+
+    @property
+    def is_timing(self) -> bool:
+        return self._since is not None
+
+    def pause(self) -> None:
+        """The time until the next step does not count."""
+        if self._since is not None:
+            self._took_ns += self._now() - self._since
+            self._since = None
+
+    @property
+    def ms_per_step(self) -> float:
+        return self._took_ns / 1e6 / (_TURN - _LEAD_IN)
+
+    def _now(self) -> int:
+        self._device.synchronize("auto")
+        return self._device.ledger.now_ns()
+
+
 class Turns:
     """Compares two ways of running a step. Call `begin` before and `end` after each step.
 
@@ -36,10 +73,8 @@ class Turns:
         #: By way (True: with graphs), the milliseconds of a step in each turn.
         self._ms: dict[bool, list[float]] = {True: [], False: []}
         self._has_graphs = False
-        self._turn = True
-        self._steps = self._steps_in_turn = self._broken_turns = self._turn_ns = 0
-        #: When the clock was started; None while it stands.
-        self._since: int | None = None
+        self._turn = _Turn(device, with_graphs=True)
+        self._steps = self._broken_turns = 0
 
     def begin(self) -> bool:
         """Whether the next step may use graphs."""
@@ -47,9 +82,8 @@ class Turns:
             return self.pays
         if not self._has_graphs:
             return True
-        if self._steps_in_turn >= _LEAD_IN and self._since is None:
-            self._since = self._now()
-        return self._turn
+        self._turn.begin_step()
+        return self._turn.with_graphs
 
     def end(self, *, replayed: bool) -> bool:
         """A step was launched: as a graph (`replayed`) or eagerly. Returns whether this step has
@@ -60,45 +94,30 @@ class Turns:
         if not self._has_graphs:
             self._has_graphs = replayed
             return False
-        if replayed != self._turn:
-            return self._break_turn()
-        self._steps_in_turn += 1
-        if self._steps_in_turn == _TURN:
+        if replayed != self._turn.with_graphs:
+            self._break_turn()
+        elif self._turn.end_step():
             self._end_turn()
         return self.pays is not None
 
     def pause(self) -> None:
         """The time until the next step does not count: the pass over the loader has ended."""
-        if self._since is not None:
-            self._turn_ns += self._now() - self._since
-            self._since = None
+        self._turn.pause()
 
     def begin_pass(self) -> None:
         """A pass begins. If an error has ended the last one, its turn is no use."""
-        if self._since is not None:
-            self._begin_turn()
+        if self._turn.is_timing:
+            self._begin_turn(with_graphs=self._turn.with_graphs)
 
     def restore(self, *, pays: bool, decision: str | None) -> None:
         """Take the decision of an earlier run."""
         self.pays, self.decision = pays, decision
 
-    def reset(self) -> None:
-        """Begin anew, with other graphs."""
-        self.pays, self.decision, self._has_graphs = None, None, False
-        for times in self._ms.values():
-            times.clear()
-        self._turn, self._broken_turns = True, 0
-        self._begin_turn()
+    def _begin_turn(self, *, with_graphs: bool) -> None:
+        self._turn = _Turn(self._device, with_graphs=with_graphs)
 
-    def _now(self) -> int:
-        self._device.synchronize("auto")
-        return self._device.ledger.now_ns()
-
-    def _begin_turn(self) -> None:
-        self._steps_in_turn, self._turn_ns, self._since = 0, 0, None
-
-    def _break_turn(self) -> bool:
-        self._begin_turn()
+    def _break_turn(self) -> None:
+        self._begin_turn(with_graphs=self._turn.with_graphs)
         self._broken_turns += 1
         if self._broken_turns == _MAX_BROKEN_TURNS:
             self._decide(
@@ -106,14 +125,12 @@ class Turns:
                 f"after {self._steps} steps many still have no graph, since their shapes or values "
                 "are new",
             )
-        return self.pays is not None
 
     def _end_turn(self) -> None:
-        self.pause()
-        times = self._ms[self._turn]
-        times.append(self._turn_ns / 1e6 / (_TURN - _LEAD_IN))
-        self._turn = not self._turn
-        self._begin_turn()
+        turn = self._turn
+        turn.pause()
+        self._ms[turn.with_graphs].append(turn.ms_per_step)
+        self._begin_turn(with_graphs=not turn.with_graphs)
         eager, graph = self._ms[False], self._ms[True]
         rounds = len(eager)
         if len(graph) != rounds or rounds < _MIN_ROUNDS:

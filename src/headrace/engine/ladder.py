@@ -62,6 +62,8 @@ class Ladder:
         self._whole = StepGraphs(parts, plan)
         #: The step's parts as graphs, if the whole step cannot be captured.
         self._by_parts: SpeedUp | None = None
+        # Whether code that asks is told that it is captured, as in the run that this one continues.
+        self._as_captured = False
         self._turns = Turns(parts.device) if plan.graphs == "auto" else None
 
     def train(self, fetched: Fetched, eager: EagerStep) -> Launched:
@@ -111,6 +113,9 @@ class Ladder:
             "pays": None if turns is None else turns.pays,
             "decision": None if turns is None else turns.decision,
             "not_whole": self._whole.why,
+            "parts_as_captured": (
+                self._as_captured if self._by_parts is None else self._by_parts.answers_as_captured
+            ),
             **self._whole.state_dict(),
         }
 
@@ -118,6 +123,7 @@ class Ladder:
         """Restore the decision, and drop all graphs: the optimizer has another state by now."""
         self._close_parts()
         self._whole.load_state_dict(state)
+        self._as_captured = state is not None and bool(state.get("parts_as_captured"))
         if self._turns is None or state is None or state["pays"] is None:
             return
         if self._whole.why is None and (why := state.get("not_whole")) is not None:
@@ -157,6 +163,8 @@ class Ladder:
             shapes=plan.graph_shapes,
             recheck=plan.recheck,
         )
+        if self._as_captured:
+            made.answer_as_captured()
         # An engine that is forgotten leaves its model as it was.
         weakref.finalize(self, made.close)
         return made
