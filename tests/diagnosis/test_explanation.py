@@ -168,6 +168,22 @@ def test_no_step_is_predicted_to_outrun_its_loader() -> None:
     assert not any("the limit" in note for note in result.notes)
 
 
+def test_the_last_line_is_the_command_that_speeds_the_script_up() -> None:
+    result = result_of(seen(Loop(kernel=20 * US, launch=60 * US), [[]] * 3))
+    steps_ms = {one.change: one.step_ms for one in result.predictions}
+    assert steps_ms["with headrace run"] == pytest.approx(steps_ms["with the plan graph"], rel=0.01)
+    for command, last in (
+        ("headrace diagnose --then continue train.py --lr 1", "headrace run train.py --lr 1"),
+        ("headrace diagnose -m train.py a", "headrace run -m train.py a"),
+    ):
+        environment = replace(result.environment, command=command)
+        text = text_of(replace(result, program="train.py", environment=environment))
+        assert text.splitlines()[-1] == f"To run it sped up, unchanged: {last}"
+    busy = result_of(seen(Loop(), [[]] * 3))
+    environment = replace(busy.environment, command="headrace diagnose train.py")
+    assert "To run it" not in text_of(replace(busy, program="train.py", environment=environment))
+
+
 def test_the_screen_and_the_page_show_it() -> None:
     observed = seen(Loop(reads=1, kernel=20 * US, load=3 * MS), [[wait(42)]] * 3)
     observed.measured.loader = LoaderFacts(workers=0, pins=True, batch_tensors=2)

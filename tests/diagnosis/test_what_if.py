@@ -15,6 +15,7 @@ from headrace.diagnosis.what_if import (
     NO_PYTHON,
     NO_WAITS,
     PIPELINE,
+    RUN,
     Change,
     Replay,
 )
@@ -179,3 +180,14 @@ def test_work_that_was_launched_before_the_trace_takes_its_time(change: Change) 
     assert replay.holds
     computing_ms = sum(one.end_ns - one.start_ns for one in moved.work) / 1e6
     assert replay.traced_ms / replay.speedup(change) >= 0.98 * computing_ms
+
+
+def test_a_sped_up_script_still_waits_where_it_reads() -> None:
+    """Without reads it is as fast as with the plan graph; each read costs one start of a graph."""
+    loop = Loop(kernels=40, kernel=10 * US, launch=50 * US)
+    without = Replay(loop.run())
+    assert without.speedup(RUN) == pytest.approx(without.speedup(GRAPH), rel=0.01)
+    reading = Replay(replace(loop, reads=1).run())
+    assert 1.5 < reading.speedup(RUN) < reading.speedup(GRAPH)
+    copying = Replay(replace(loop, copy=2 * MS, pageable=True).run())
+    assert copying.speedup(RUN) == pytest.approx(copying.speedup(GRAPH), rel=0.01)

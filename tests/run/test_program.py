@@ -162,3 +162,23 @@ def test_checked_replays_are_equal_and_change_nothing(both: Any) -> None:
         (4, True, 0.0)
     ] * 2
     assert "bit for bit" in table_of(ended.result)
+
+
+def test_a_trained_model_can_be_scripted_and_copied(both: Any) -> None:
+    ended = both("""
+        import copy, io, warnings
+        warnings.simplefilter("ignore")
+        net, optimizer = made()
+        for step in range(12):
+            loss = net(torch.randn(4, 4, device=device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == 8:
+                buffer = io.BytesIO()
+                torch.save(net.state_dict(), buffer)
+                show(copy.deepcopy(net))
+        print(type(torch.jit.script(net)).__name__, sorted(net.state_dict()))
+        net(torch.randn(4, 4, device=device)).sum().backward()
+    """)
+    assert ended.replays()["Net"] > 5

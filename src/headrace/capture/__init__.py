@@ -28,7 +28,7 @@ from headrace.capture.model_calls import is_inside_a_module, watch_models, why_n
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.part import PartReport
-from headrace.capture.parts import SpeedUp, SpeedUpReport, is_sped_up, speed_up
+from headrace.capture.parts import SpeedUp, SpeedUpReport, is_sped_up, own_forwards, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.signatures import signature
@@ -65,6 +65,7 @@ __all__ = [
     "is_prepared",
     "is_sped_up",
     "map_tensors",
+    "own_forwards",
     "parts_of",
     "recurrent_obstacle",
     "rounding_when_captured",

@@ -19,6 +19,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -328,6 +329,7 @@ class _Forward:
         self, model: torch.nn.Module, graphed: GraphedModel, switch: _Switch, timer: BreakTimer
     ) -> None:
         self._plain: Callable[..., Any] = model.forward
+        self._before = vars(model).get("forward")
         functools.update_wrapper(self, self._plain)  # others read the signature
         self._graphed, self._switch, self._timer = graphed, switch, timer
         self._model = model
@@ -339,11 +341,31 @@ class _Forward:
             return self._timer.call(self._graphed, *args, **kwargs)
         return self._graphed(*args, **kwargs)
 
+    def restore_in(self, attributes: dict[str, Any]) -> None:
+        """Put back what a model's attributes had in its place."""
+        if self._before is not None:
+            attributes["forward"] = self._before
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _class_forward(memo.get(id(self._model), self._model))
 
     def __reduce__(self) -> Any:
         return _class_forward, (self._model,)
+
+
+@contextmanager
+def own_forwards(model: torch.nn.Module) -> Iterator[None]:
+    """In the block, a model and its children have their own `forward`, for code that reads it."""
+    found = [(vars(one), vars(one).get("forward")) for one in model.modules()]
+    installed = [(own, forward) for own, forward in found if isinstance(forward, _Forward)]
+    for own, forward in installed:
+        del own["forward"]
+        forward.restore_in(own)
+    try:
+        yield
+    finally:
+        for own, forward in installed:
+            own["forward"] = forward
 
 
 def _class_forward(model: torch.nn.Module) -> Any:

@@ -26,6 +26,7 @@ from headrace.diagnosis.what_if import (
     NO_PYTHON,
     NO_WAITS,
     PIPELINE,
+    RUN,
     Change,
     Replay,
 )
@@ -405,6 +406,7 @@ def _predictions(
         "without all waits": replay.speedup(NO_WAITS),
         "with the plan pipeline": replay.speedup(PIPELINE),
         "with the plan graph": replay.speedup(GRAPH),
+        "with headrace run": replay.speedup(RUN),
         "with a loader that is always ready": replay.speedup(INSTANT_LOADER),
         "without Python between launches": replay.speedup(NO_PYTHON),
     }

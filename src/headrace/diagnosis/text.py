@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -17,6 +18,8 @@ _MIN_CODE = 40
 #: The width of a column of figures, and of the space around a column.
 _FIGURE, _MARGIN = 13, 3
 _BAR = 60
+#: A speed-up from which on `headrace run` is worth a line.
+_PAYS = 1.05
 _WIDTH = 110
 #: The fill of each part in the bar.
 _FILLS = {
@@ -49,7 +52,25 @@ def text_of(result: DiagnosisResult) -> str:
         parts.append(_predictions(result))
     if result.notes or result.missing:
         parts.append("\n".join(_indented(f"- {text}") for text in (*result.notes, *result.missing)))
+    if (command := _run_command(result)) is not None:
+        parts.append(f"To run it sped up, unchanged: {command}")
     return "\n\n".join(parts)
+
+
+def _run_command(result: DiagnosisResult) -> str | None:
+    """The command that runs the script sped up, if that is predicted to pay."""
+    pays = any(
+        one.change == "with headrace run" and one.speedup >= _PAYS for one in result.predictions
+    )
+    try:
+        words = shlex.split(result.environment.command)
+    except ValueError:  # not written by this command
+        return None
+    if not pays or result.program not in words:
+        return None
+    at = words.index(result.program)
+    module = ["-m"] if words[at - 1] == "-m" else []
+    return shlex.join(["headrace", "run", *module, *words[at:]])
 
 
 def _bar(result: DiagnosisResult) -> str:

@@ -59,6 +59,8 @@ class Change:
 
 PIPELINE = Change(no_waits=True, overlap_copies=True)
 GRAPH = Change(no_waits=True, overlap_copies=True, one_graph=True)
+#: `headrace run`: the script waits where it did, but not for copies to the device.
+RUN = Change(overlap_copies=True, one_graph=True)
 NO_WAITS = Change(no_waits=True)
 INSTANT_LOADER = Change(load_share=0.0)
 NO_PYTHON = Change(python_share=0.0)
@@ -79,6 +81,8 @@ class _Work:
     gap_ns: int = 0
     #: How long a copy takes from pinned memory.
     pinned_ns: int = 0
+    #: Whether it copies to the host.
+    to_host: bool = False
 
 
 @dataclass(slots=True)
@@ -246,6 +250,7 @@ class Replay:
         for at, one in enumerate(trace.work):
             described = _Work(one.stream, one.end_ns - one.start_ns, one.kind == "copy")
             described.pinned_ns = described.ns
+            described.to_host = "dtoh" in one.name.lower()
             if one.nbytes and "pageable" in one.name.lower():
                 described.pinned_ns = min(described.ns, round(one.nbytes / pinned_rate))
             before_ns = free.get(one.stream, (trace.start_ns, -1))[0]
@@ -372,12 +377,22 @@ class _Host:
         self._launch(operation.work)
         if change.no_waits or operation.call in change.without:
             return
-        if operation.cause == "copy" and change.overlap_copies:
+        if change.overlap_copies and self._is_for_copies_in(operation):
             return
         self._now += operation.ns
+        if change.one_graph and self._graph:  # the wait comes in the middle of the step
+            self._launch_graph()
+            self._now = max(self._now, self._free["graph"] + operation.wake_ns)
         done = [self._ends[at] for at in operation.waits_for if at in self._ends]
         if done:
             self._now = max(self._now, max(done) + operation.wake_ns)
+
+    def _is_for_copies_in(self, operation: _Operation) -> bool:
+        """Whether what the host waits for at last is a copy to the device."""
+        last = max((*operation.work, *operation.waits_for), default=None)
+        if last is None:
+            return operation.cause == "copy"
+        return self._work[last].is_copy and not self._work[last].to_host
 
     def _record(self, positions: Collection[int]) -> None:
         """A captured step runs no Python and launches nothing, except for its copies."""
@@ -388,6 +403,8 @@ class _Host:
                 self._graph.append(at)
 
     def _launch_graph(self) -> None:
+        if not self._graph:
+            return
         self._now += _GRAPH_LAUNCH_NS
         start = max(self._now, self._free.get("graph", 0.0)) + _GRAPH_START_NS
         self._free["graph"] = start + self._graph_ns()

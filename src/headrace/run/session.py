@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from headrace.capture import is_sped_up, speed_up, watch_models, why_not
+from headrace.capture import is_sped_up, own_forwards, speed_up, watch_models, why_not
 from headrace.device import Device, open_device
 from headrace.errors import HeadraceError
+from headrace.replacing import replaced
 from headrace.run.loaders import ScriptLoaders
 from headrace.run.optimizers import watch_optimizers
 from headrace.run.parts import Kind, Part, counts_of
@@ -52,6 +54,7 @@ class SpeedUpSession:
             enter(_own_log(self._on_log))
             enter(watch_models(guarded(self._on_model), guarded(self._look)))
             enter(watch_optimizers(guarded(self._on_optimizer), guarded(self._after_step)))
+            enter(_scripting_own_forwards())
             if "data" in self.settings.only:
                 enter(self.loaders.watching())
 
@@ -173,6 +176,21 @@ class SpeedUpSession:
             device = open_device(where) if self.given is None else self.given
             self._devices[where] = device if device.captures else None
         return self._devices[where]
+
+
+@contextmanager
+def _scripting_own_forwards() -> Iterator[None]:
+    """In the block, TorchScript reads the models' own `forward`."""
+    truth: Any = torch.jit.script
+
+    @functools.wraps(truth)
+    def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        models = own_forwards(obj) if isinstance(obj, torch.nn.Module) else nullcontext()
+        with models:
+            return truth(obj, *args, **kwargs)
+
+    with replaced(torch.jit, "script", script):
+        yield
 
 
 @contextmanager

@@ -16,7 +16,9 @@ def table_of(result: RunResult) -> str:
         return _nothing(result)
     has_checks = any(part.check is not None for part in result.parts)
     columns = _COLUMNS if has_checks else _COLUMNS[:-1]
-    rows = [_row(part)[: len(columns)] for part in result.parts]
+    # A copy of an optimizer that steps once is a part, too.
+    used = [part for part in result.parts if part.replays or part.eager or part.why is not None]
+    rows = [_row(part)[: len(columns)] for part in used]
     lines = [text_table(columns, rows, right=("replays", "eager", "memory"))]
     lines += [f"{part.name}: {part.rounding}" for part in result.parts if part.rounding]
     lines.append(_step(result))
