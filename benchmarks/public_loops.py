@@ -172,23 +172,68 @@ def _manage(program: Program, call: Callable[[Program], Any], folder: Path) -> N
     (folder / program.name / "equality.json").write_text(json.dumps(call(program)))
 
 
+def verdict(found: dict[str, Any]) -> str:
+    """Whether a program trains as it did, in words."""
+    if found["equal"] == "equal":
+        return "equal"
+    if found.get("both capturable") == "equal":
+        return "equal, if capturable"
+    checks = [part["check"] for part in parts_of(found) if part.get("check")]
+    if checks and all(one["is_equal"] for one in checks):
+        return "parts equal"
+    again = found.get("plain twice", "equal")
+    return found["equal"] if again == "equal" else "plain runs differ"
+
+
+def parts_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The models and optimizers, and the parts into which models were divided."""
+    parts = found.get("report") or (found.get("run") or {}).get("parts") or []
+    return [part for part in parts if part.get("kind") != "data"]
+
+
+def times_of(found: dict[str, Any], way: str) -> list[float]:
+    timings = [one[way] for one in found.get("times", ())]
+    return [one["ms"] for one in timings if isinstance(one, dict) and one["ms"] is not None]
+
+
 def line(name: str, found: dict[str, Any]) -> str:
     """A program's line of the table."""
-    text = f"{name[:28]:28} "
     if "failed" in found:
-        return f"{text}{found['failed'][:150]}"
-    equal = found.get("equal", "?")
-    if found.get("both capturable") == "equal":
-        equal = "equal, if capturable"
-    elif "plain twice" in found and found["plain twice"] != "equal":
-        equal = "not repeatable"
-    parts = found.get("report") or (found.get("run") or {}).get("parts") or ()
+        return f"{name[:28]:28} {found['failed'][:150]}"
+    parts = parts_of(found)
     captured = sum(bool(one.get("captures")) for one in parts)
-    text += f"{captured}/{len(parts)} parts  {equal:22} "
-    for way in ("plain", "sped up"):
-        values = [one[way]["ms"] for one in found.get("times", ()) if isinstance(one[way], dict)]
-        text += f"{way} " + " ".join(f"{one:.2f}" for one in values if one is not None) + "  "
-    return text
+    times = "  ".join(
+        f"{way} " + " ".join(f"{ms:.2f}" for ms in times_of(found, way))
+        for way in ("plain", "sped up")
+    )
+    return f"{name[:28]:28} {captured}/{len(parts)} parts  {verdict(found):22} {times}"
+
+
+def markdown(result: dict[str, Any], way: str) -> str:
+    """The programs of one way as a table for a page."""
+    rows = ["| program | parts as graphs | plain, ms | sped up, ms | gain | weights |",
+            "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name, found in result["programs"].items():
+        if found["way"] != way:
+            continue
+        cells = [f"{name} ({found['repository']})"]
+        if "failed" in found:
+            rows.append(f"| {cells[0]} | does not run | | | | |")
+            continue
+        parts, both = parts_of(found), [times_of(found, way) for way in ("plain", "sped up")]
+        cells.append(f"{sum(bool(one.get('captures')) for one in parts)} of {len(parts)}")
+        cells += [spread(times, ".1f") for times in both]
+        pairs = list(zip(*both, strict=False))
+        cells.append(spread([one / other for one, other in pairs], ".2f"))
+        rows.append(f"| {' | '.join([*cells, verdict(found)])} |")
+    return "\n".join(rows)
+
+
+def spread(values: list[float], how: str) -> str:
+    if not values:
+        return ""
+    low, high = f"{min(values):{how}}", f"{max(values):{how}}"
+    return low if low == high else f"{low}–{high}"
 
 
 def main() -> None:
@@ -204,8 +249,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60, help="a run takes at most so long")
     parser.add_argument("--at-once", type=int, default=14, help="programs compared at a time")
     parser.add_argument("--only", choices=["line", "run"], help="only these programs")
+    parser.add_argument("--table", type=Path, help="print this stored result as tables, and end")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     options = parser.parse_args()
+    if options.table:
+        stored = json.loads(options.table.read_text())
+        print(markdown(stored, "line"), markdown(stored, "run"), sep="\n\n")
+        return
     options.checkouts = options.checkouts.resolve()
     begun = time.monotonic()
     programs = [*(LINE if options.only != "run" else ()),
