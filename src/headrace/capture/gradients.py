@@ -40,6 +40,9 @@ class GradientBuffers:
         #: By number; only those that a graph has given a gradient.
         self._buffers: dict[int, torch.Tensor] = {}
         self._memory: dict[int, int] = {}
+        # The same memory by other tensors, which nobody can give other memory (`p.grad.data = …`).
+        self._own: dict[int, torch.Tensor] = {}
+        self._addresses: dict[int, int] = {}
         # How many references there are, to the tensor and its memory, while nobody holds them.
         self._own_objects: dict[int, int] = {}
         self._own_memory: dict[int, int] = {}
@@ -57,6 +60,7 @@ class GradientBuffers:
         """Take `buffer` as a parameter's. The caller keeps no reference."""
         self._buffers[number] = buffer
         self._memory[number] = buffer.untyped_storage()._cdata
+        self._own[number], self._addresses[number] = buffer.detach(), buffer.data_ptr()
 
     def make_buffers(self, numbers: Sequence[int]) -> None:
         """Allocate buffers for the parameters that have none."""
@@ -222,6 +226,8 @@ class GradientBuffers:
     def _held(self, numbers: Sequence[int], besides: dict[int, None]) -> list[int]:
         """Those whose buffer somebody holds, as `p.grad` or otherwise, and that are not known."""
         pick = _picker(tuple(numbers))
+        if tuple(map(torch.Tensor.data_ptr, pick(self._buffers))) != pick(self._addresses):
+            self._leave_moved(numbers)
         objects, memory = self._references(numbers)
         gradients = list(map(_GRADIENT, pick(self.parameters)))
         own_objects, own_memory = pick(self._own_objects), pick(self._own_memory)
@@ -241,6 +247,12 @@ class GradientBuffers:
                 or memory[at] > own_memory[at]
             )
         ]
+
+    def _leave_moved(self, numbers: Sequence[int]) -> None:
+        """Leave buffers that have got other memory to who gave it."""
+        for number in numbers:
+            if self._buffers[number].data_ptr() != self._addresses[number]:
+                self._buffers[number] = self._own[number].detach()
 
     def _references(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each buffer the references to the tensor's object, and to its memory."""

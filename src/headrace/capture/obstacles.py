@@ -107,8 +107,7 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = (getattr(parameter, kind, None) or {}).values()
             yield from ((where, hook) for hook in hooks)
-        if parameter.requires_grad and parameter.is_leaf:
-            yield from ((where, hook) for hook in _accumulation_hooks(parameter))
+        yield from ((where, hook) for hook in _accumulation_hooks(parameter))
     for optimizer in state.optimizers:
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             hooks = getattr(
@@ -128,10 +127,15 @@ def count_global_hooks() -> int:
     return sum(len(getattr(owner, name)) for owner, names, _ in _GLOBAL_HOOKS for name in names)
 
 
+def has_accumulation_hook(parameter: torch.Tensor) -> bool:
+    """Whether the node that adds to a parameter's gradient has a hook that no replay would run."""
+    return not all(map(_is_repeated, _accumulation_hooks(parameter)))
+
+
 def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """The Python hooks of the autograd node that adds to a parameter's gradient. PyTorch shows them
     only to who adds one."""
-    if is_lazy(parameter):
+    if is_lazy(parameter) or not (parameter.requires_grad and parameter.is_leaf):
         return []
     try:
         with torch.inference_mode(False), torch.enable_grad():
