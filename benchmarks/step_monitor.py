@@ -1,6 +1,6 @@
 """What `headrace.monitor_steps` costs a step of 1, 5 and 50 ms, in turns, and what memory it keeps.
 
-    python benchmarks/step_monitor.py [--out results.json] [--turns 8] [--many 100000]
+    python benchmarks/step_monitor.py [--out results.json] [--turns 6] [--many 100000]
 
 A step is an optimizer's step, a loader's batch, and as much Python as takes that long without the
 monitor, so that all that the monitor does is added to it. `added_us` is the median of the turns'
@@ -123,8 +123,8 @@ def memory(steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     parser.add_argument("--many", type=int, default=100_000)
     options = parser.parse_args()
     result = header("step_monitor.py")

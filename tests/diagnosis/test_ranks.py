@@ -49,6 +49,12 @@ def test_the_slowest_rank_is_named_with_its_line() -> None:
     assert "train.py:12 (" in page
 
 
+def test_a_single_rank_needs_no_table() -> None:
+    alone = rank(0, 0.0, {SLEEPS: 20.0})
+    assert "waits for others" not in text_of(alone)
+    assert "waits for others" not in diagnosis_page(alone, "{}")
+
+
 def test_the_part_of_a_step_that_is_longer_is_named() -> None:
     fast, slow = TimeParts(computing=10, other_ranks=15), TimeParts(computing=24, other_ranks=1)
     result = of_ranks([rank(0, 15.0, {}, fast), rank(1, 1.0, {}, slow)])

@@ -39,7 +39,7 @@ def text_of(result: DiagnosisResult) -> str:
     parts = ["\n".join(textwrap.fill(text, _WIDTH) for text in result.verdict if text)]
     if result.parts is not None and result.step_ms:
         parts.append(_bar(result))
-    if result.ranks:
+    if len(result.ranks) > 1:
         parts.append(_ranks(result))
     facts = _facts(result)
     if facts:

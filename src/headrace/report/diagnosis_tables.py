@@ -9,7 +9,7 @@ from headrace.source_lines import short_path
 
 
 def rank_table(result: DiagnosisResult) -> Table | None:
-    if not result.ranks:
+    if len(result.ranks) < 2:
         return None
     columns = ("rank", "host", "step ms", "computing ms", "waits for others ms", "longest line")
     rows: list[Cells] = [
