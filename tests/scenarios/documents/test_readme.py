@@ -126,6 +126,18 @@ def test_the_table_of_scripts_is_that_of_the_committed_results(readme: str) -> N
     assert {tuple(re.findall(r"\d+\.?\d*", row)) for row in rows} == expected
 
 
+def test_the_table_of_frameworks_is_that_of_the_committed_result(readme: str) -> None:
+    cases = json.loads(read("benchmarks/results/2026-11-19-h200-frameworks.json"))["cases"]
+    for name in ("lightning", "trainer", "accelerate"):
+        alone, fast = (
+            sorted({f"{turn['ms']:.1f}" for turn in cases[f"bert in {name}"][way]})
+            for way in ("alone", "sped up")
+        )
+        (row,) = (line for line in read(readme).splitlines() if f"→ {fast[0]} |" in line)
+        assert re.findall(r"\d+\.\d", row) == alone + fast
+        assert name in row.lower()
+
+
 def test_the_line_is_one_line_before_a_plain_loop(readme: str) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
