@@ -3,6 +3,7 @@
     python benchmarks/models.py --processes 4 --out models.json
     python benchmarks/models.py --device fake bert resnet18
     python benchmarks/models.py --table models.json
+    python benchmarks/models.py --table models.json --page docs/models.md
 
 Each model trains plain, plain again, and sped up, from the same weights on the same batches: losses
 and weights are compared bit for bit. Then its step is timed plain and sped up, in turns. Batches
@@ -24,6 +25,7 @@ import copy
 import gc
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -179,7 +181,7 @@ def work(options: argparse.Namespace) -> None:
             text = (str(problem).splitlines() or [""])[0]
             row = {"library": listed.library, "model": listed.name, "way": "failed",
                    "why": f"{type(problem).__name__}: {text}"}  # fmt: skip
-        print(json.dumps(row), flush=True)
+        print(json.dumps(without_folders(row)), flush=True)
 
 
 class Worker:
@@ -215,6 +217,69 @@ class Worker:
                     self._start()
 
 
+def without_folders(value: Any) -> Any:
+    """A row without the folders of this machine."""
+    if isinstance(value, str):
+        return re.sub(r"/\S*/(?:site|dist)-packages/", "", value)
+    return (
+        {key: without_folders(one) for key, one in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of the documentation, from a stored result."""
+    rows = sorted(result["models"], key=lambda one: (one["library"], one["model"]))
+    where = result["gpu"] or "the [fake device](testing.md), in tiny sizes"
+    lines = [
+        "# Which models are captured",
+        "",
+        "```python",
+        "handle = hr.speed_up(model, optimizer)",
+        "print(handle.report().way)            # parts, children or eager",
+        "```",
+        "",
+        f"{len(rows)} models of transformers, timm and torchvision with random weights, on",
+        f"{where}: each trains plain and sped up, from the same weights on the",
+        "same batches. *Whole* means that the model's forward and backward are graphs, *children*",
+        "that [the largest parts of it](speed-up.md#a-model-in-pieces) are. *Equal* compares all",
+        "losses and weights bit for bit: where it says no, they differ in the last digits, and the",
+        "cause is not known.",
+        "",
+        "| library | models | whole | children | eager | did not run | equal |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for library in dict.fromkeys(row["library"] for row in rows):
+        own = [row for row in rows if row["library"] == library]
+        ways = [row["way"] for row in own]
+        counts = [ways.count(way) for way in ("whole", "children", "eager", "failed")]
+        equal = sum(bool(row.get("equal")) for row in own)
+        ran = len(own) - ways.count("failed")
+        lines.append(
+            f"| {library} | {len(own)} | " + " | ".join(map(str, counts)) + f" | {equal} of {ran} |"
+        )
+    for library in dict.fromkeys(row["library"] for row in rows):
+        lines += ["", f"## {library}", "", "| model | captured | equal | why not whole |",
+                  "| --- | --- | --- | --- |"]  # fmt: skip
+        for row in rows:
+            if row["library"] == library:
+                failed = row["way"] == "failed"
+                equal = "" if failed else "yes" if row["equal"] else "no"
+                way = "did not run" if failed else row["way"]
+                why = "" if way == "whole" else first_reason(row["why"])
+                lines.append(f"| {row['model']} | {way} | {equal} | {why} |")
+    lines += ["", f"Made from the result of `{result['command']}` of {result['date']}, PyTorch "
+              f"{result['torch']}.", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def first_reason(why: str) -> str:
+    """What stands in the way, and its line, without what to do about it."""
+    found = re.match(r"(.*? at [\w./-]+\.py:\d+|[^;:]*)", without_folders(why))
+    return (why if found is None else found[1]).replace("|", "\\|")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table, and the totals."""
     lines = ["| model | captured | equal | plain ms | sped up ms | why not whole |",
@@ -248,13 +313,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models [fake: always]")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--table", type=Path, help="print a stored result as a table")
+    parser.add_argument("--page", type=Path, help="with --table: write the page of the docs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options)
         return
     if options.table:
-        print(table(json.loads(options.table.read_text())["models"]))
+        result = json.loads(options.table.read_text(encoding="utf-8"))
+        if options.page:
+            options.page.write_text(page(result), encoding="utf-8")
+        else:
+            print(table(result["models"]))
         return
     names = [f"{one.library}/{one.name}" for one in LISTED]
     if options.models:
