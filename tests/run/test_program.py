@@ -182,3 +182,28 @@ def test_a_trained_model_can_be_scripted_and_copied(both: Any) -> None:
         net(torch.randn(4, 4, device=device)).sum().backward()
     """)
     assert ended.replays()["Net"] > 5
+
+
+def test_persistent_workers_draw_as_in_the_script_alone(both: Any) -> None:
+    """Their random numbers go on where a pass was left early."""
+    ended = both("""
+        class Noise(torch.utils.data.Dataset):
+            def __len__(self):
+                return 40
+
+            def __getitem__(self, at):
+                return torch.randn(4) + at
+
+        net, optimizer = made()
+        loader = DataLoader(Noise(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+        for epoch in range(3):
+            for at, x in enumerate(loader):
+                loss = net(x.to(device)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+                if at == 6:
+                    break
+    """)
+    assert ended.result.parts[-1].replays == 3 * 7 - 2 - 3

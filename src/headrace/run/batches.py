@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-from torch.utils.data.dataloader import _InfiniteConstantSampler
+from torch.utils.data.dataloader import _DatasetKind
 
 from headrace.device import Device, Event, Stream
 from headrace.source_lines import Site
@@ -27,15 +20,6 @@ _LEARNED_FROM = 2
 #: script moves.
 _COMPARED_AT = (10, 30, 100, 300)
 _COMPARED_EVERY = 1000
-#: These draw random numbers when a pass begins, and none for each batch.
-_SAMPLERS = (
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    _InfiniteConstantSampler,
-)
 
 
 @dataclass(slots=True)
@@ -156,6 +140,18 @@ class LoaderPass:
     may_look_ahead: bool
     waiting: deque[FetchedAhead] = field(default_factory=deque)
     error: BaseException | None = None
+    #: Of the batch that waits, or the error.
+    look: LookAhead | None = None
+
+    def looks(self, look: LookAhead) -> LookAhead:
+        self.look = look
+        return look
+
+    def finish_look(self) -> None:
+        """The script asks for what was fetched ahead."""
+        look, self.look = self.look, None
+        if look is not None:
+            look.finish()
 
     def failed(self, problem: BaseException) -> None:
         """A batch could not be fetched ahead: the script gets the error when it asks for it."""
@@ -171,13 +167,39 @@ class LoaderPass:
 
 
 def may_look_ahead(iterator: Any) -> bool:
-    """Whether asking for a batch early changes nothing but the time: it is made in another process,
-    and which samples it has does not depend on random numbers that are drawn for it."""
+    """Whether a batch can be fetched early without another effect: it is made in another process.
+    Workers that yield until they end ask for more themselves; if they stay for another pass, a
+    batch more would show in it."""
     if not iterator._num_workers:
         return False
-    sampler = iterator._index_sampler
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    if type(sampler) is RandomSampler and sampler.replacement and sampler.generator is not None:
-        return False
-    return type(sampler) in _SAMPLERS
+    return iterator._dataset_kind == _DatasetKind.Map or not iterator._persistent_workers
+
+
+class LookAhead:
+    """Takes a batch from an iterator before the script asks for it. What the iterator would ask its
+    workers for next, it asks for when the script gets the batch: so samples are drawn, and workers
+    work, as in the script alone."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._ask: Any = iterator._try_put_index
+        self._defers = iterator._dataset_kind == _DatasetKind.Map
+        self._deferred = 0
+        self._attributes = vars(iterator)
+
+    def take(self, take: Callable[[], Any]) -> Any:
+        if not self._defers:
+            return take()
+        self._attributes["_try_put_index"] = self._defer
+        try:
+            return take()
+        finally:
+            del self._attributes["_try_put_index"]
+
+    def _defer(self) -> None:
+        self._deferred += 1
+
+    def finish(self) -> None:
+        """The script gets the batch."""
+        for _ in range(self._deferred):
+            self._ask()
+        self._deferred = 0

@@ -30,7 +30,14 @@ from headrace.data import Sender, batch_tensors
 from headrace.device import Device, Stream
 from headrace.records import RunPart
 from headrace.replacing import replaced
-from headrace.run.batches import FetchedAhead, HostTensor, LoaderPass, ScriptUse, may_look_ahead
+from headrace.run.batches import (
+    FetchedAhead,
+    HostTensor,
+    LoaderPass,
+    LookAhead,
+    ScriptUse,
+    may_look_ahead,
+)
 from headrace.run.moves import Move, copy_aside, watch_moves
 from headrace.run.parts import line_record
 from headrace.source_lines import script_line
@@ -88,11 +95,14 @@ class ScriptLoaders:
             one = self._passes[iterator] = self._begin(iterator)
         one.plan.next_batch()
         wishes = one.plan.wishes() if one.may_look_ahead else {}
+        one.finish_look()
         if not one.waiting and one.error is None:
             one.waiting.append(self._fetch(one.plan, take(iterator), {}))
         if wishes and len(one.waiting) < 2 and one.error is None:
             try:
-                one.waiting.append(self._fetch(one.plan, take(iterator), wishes))
+                look = one.looks(LookAhead(iterator))
+                batch = look.take(lambda: take(iterator))
+                one.waiting.append(self._fetch(one.plan, batch, wishes))
             except (Exception, StopIteration) as problem:
                 one.failed(problem)
         if not one.waiting:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from headrace.main_program import require_program, run_as_main, run_as_python
+from headrace.main_program import ProgramTerminated, require_program, run_as_main, run_as_python
 from headrace.run.settings import RunSettings
 from headrace.run.when_imported import when_imported
 
@@ -41,12 +41,12 @@ def run_sped_up(
         from headrace.fake import fake_cuda
 
         with fake_cuda(check=False, keep_timeline=False) as device, run.watching(device):
-            exit_code = run_as_main(program, arguments, as_module=as_module)
+            exit_code = _run_inside(program, arguments, as_module)
             run.end(exit_code)
             return exit_code
     with run.watching(None):
         if not is_own_process:
-            exit_code = run_as_main(program, arguments, as_module=as_module)
+            exit_code = _run_inside(program, arguments, as_module)
             run.end(exit_code)
             return exit_code
         found = run_as_python(
@@ -54,6 +54,16 @@ def run_sped_up(
         )
         run.end(found)
         return found
+
+
+def _run_inside(program: str, arguments: Sequence[str], as_module: bool) -> int | None:
+    """Run a program in a process that goes on. Returns its exit code; None after Ctrl-C."""
+    try:
+        return run_as_main(program, arguments, as_module=as_module)
+    except ProgramTerminated as end:
+        return end.exit_code
+    except KeyboardInterrupt:
+        return None
 
 
 class _SpedUpRun:
