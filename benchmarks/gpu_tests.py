@@ -15,6 +15,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parent / "tools"))
+
 from measuring import header, save
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -47,7 +47,7 @@ def bench_bar(row: dict[str, Any]) -> Bar:
 
 
 def read_graphs(name: str, part: str) -> dict[str, Bar]:
-    """The rows of one part of a stored `benchmarks/graphs.py`."""
+    """The rows of one part of a stored `benchmarks/measurements/graphs.py`."""
     rows = read(name)[part]["rows"]
     return {
         plan: Bar(rows[plan]["ms"], rows[plan]["low"], rows[plan]["high"], rows[plan]["busy ms"])

@@ -1,4 +1,4 @@
-"""`benchmarks/floor_plan.py` counts what its definitions say, in a package of two rooms."""
+"""`benchmarks/tools/floor_plan.py` counts what its definitions say, in a package of two rooms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "floor_plan.py"
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "tools" / "floor_plan.py"
 FILES = {
     "__init__.py": "",
     "__main__.py": "import house.upper.work",

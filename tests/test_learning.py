@@ -1,4 +1,5 @@
-"""`benchmarks/learning.py` compares like with like: the plain model and loop are the trainer's."""
+"""`benchmarks/measurements/learning.py` compares like with like: the plain model and loop are the
+trainer's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from support.translation.trainers import SMALL
 @pytest.fixture(scope="module")
 def learning() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
+        for folder in ("measurements", "inputs", "tools"):
+            patch.syspath_prepend(BENCHMARKS / folder)
         yield importlib.import_module("learning")
 
 

@@ -33,8 +33,8 @@ OTHERS = {
     "races/test_oracle.py": "the checker against a brute-force oracle, on random programs",
     "fake/test_memory.py": "what lies on the fake device: both modes and the checker together",
     "test_exports.py": "the `__all__` of every room",
-    "test_floor_plan.py": "benchmarks/floor_plan.py",
-    "test_learning.py": "benchmarks/learning.py",
+    "test_floor_plan.py": "benchmarks/tools/floor_plan.py",
+    "test_learning.py": "benchmarks/measurements/learning.py",
     "test_layering.py": "rules for all of src/headrace",
     "test_tests.py": "rules for all of tests",
 }

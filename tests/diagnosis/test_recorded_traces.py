@@ -1,4 +1,4 @@
-"""Traces of `benchmarks/slow_scripts.py` as an H200 ran them: four steps of each.
+"""Traces of `benchmarks/inputs/slow_scripts.py` as an H200 ran them: four steps of each.
 
 The speed-ups are those that were measured between each script and its mended twin.
 """

@@ -1,5 +1,5 @@
-"""The checker against a brute-force oracle, on random programs. `benchmarks/race_oracle.py` runs
-many more."""
+"""The checker against a brute-force oracle, on random programs.
+`benchmarks/proofs/race_oracle.py` runs many more."""
 
 from __future__ import annotations
 

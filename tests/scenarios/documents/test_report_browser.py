@@ -1,4 +1,4 @@
-"""Reports in a real browser, by `benchmarks/look.py`: drawn, readable, usable.
+"""Reports in a real browser, by `benchmarks/tools/look.py`: drawn, readable, usable.
 
 Skipped where there is none. HEADRACE_BROWSER_PYTHON may name a Python that has playwright, and
 HEADRACE_BROWSER a Chromium.
@@ -19,7 +19,7 @@ from headrace.report import write_report
 from support.paths import BENCHMARKS
 from support.report_samples import bench_sample, run_sample, tune_sample
 
-LOOK = BENCHMARKS / "look.py"
+LOOK = BENCHMARKS / "tools" / "look.py"
 PYTHON = os.environ.get("HEADRACE_BROWSER_PYTHON", sys.executable)
 BROWSER = os.environ.get("HEADRACE_BROWSER") or shutil.which("chromium")
 

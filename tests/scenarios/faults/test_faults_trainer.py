@@ -520,7 +520,7 @@ def test_kept_checkpoints(
 
 
 def kills_module() -> Any:
-    path = BENCHMARKS / "kills.py"
+    path = BENCHMARKS / "proofs" / "kills.py"
     sys.path.insert(0, str(path.parent))
     try:
         found = importlib.util.spec_from_file_location("kills", path)
@@ -536,8 +536,8 @@ def kills_module() -> Any:
 
 @pytest.mark.timeout(300)
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """A short version of `benchmarks/kills.py`: SIGKILL, wherever it happens to be. Plans and
-    workers in turn are killed at chosen batches in `translation/test_trainer.py`."""
+    """A short version of `benchmarks/proofs/kills.py`: SIGKILL, wherever it happens to be. Plans
+    and workers in turn are killed at chosen batches in `translation/test_trainer.py`."""
     kills = kills_module()
 
     class Killing(kills.Killing):  # type: ignore[misc,name-defined]

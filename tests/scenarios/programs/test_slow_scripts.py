@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch 
 
 
 def slow_scripts() -> Any:
-    path = ROOT / "benchmarks" / "slow_scripts.py"
+    path = ROOT / "benchmarks" / "inputs" / "slow_scripts.py"
     spec = importlib.util.spec_from_file_location("slow_scripts", path)
     assert spec is not None
     assert spec.loader is not None

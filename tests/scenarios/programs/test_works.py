@@ -1,4 +1,4 @@
-"""The eleven works of benchmarks/works: every plan has the losses of the plain script."""
+"""The eleven works of benchmarks/inputs/works: every plan has the losses of the plain script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.fake import FakeDevice
 from headrace.plan import Plan
 from support.paths import ROOT
 
-FOLDER = ROOT / "benchmarks" / "works"
+FOLDER = ROOT / "benchmarks" / "inputs" / "works"
 WORKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "samples")
 NEEDS = {
     "bert_base": "transformers",
