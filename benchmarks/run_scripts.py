@@ -71,23 +71,23 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="as small as for a CPU")
     parser.add_argument("--out", type=Path, default=Path("run_scripts.json"))
     given = parser.parse_args()
-    content: dict[str, Any] = {**header(), "rows": []}
+    content: dict[str, Any] = {**header("run_scripts.py"), "rows": []}
     for name in given.names:
         row = measured(name, given.steps, given.rounds, ["--tiny"] if given.tiny else [])
         content["rows"].append(row)
         given.out.write_text(json.dumps(content, indent=1), encoding="utf-8")
         print(name, row.get("error") or "\n".join([*row["told"], *row["table"]]), flush=True)
-    rows = [
-        (
-            row["name"],
-            row.get("before_ms"),
-            row.get("after_ms"),
-            row["alone_s"] - row["sped_up_s"] if "alone_s" in row else None,
-            {0: "yes", 4: "no"}.get(row.get("exit_code_of_check"), "failed"),
-        )
+    equal = {0: "yes", 4: "no"}
+    rows = {
+        row["name"]: {
+            "before ms": row.get("before_ms"),
+            "after ms": row.get("after_ms"),
+            "gain s": row["alone_s"] - row["sped_up_s"] if "alone_s" in row else None,
+            "equal": equal.get(row.get("exit_code_of_check", -1), "failed"),
+        }
         for row in content["rows"]
-    ]
-    print(table(("script", "before ms", "after ms", "gain s", "equal"), rows))
+    }
+    print(table(rows))
 
 
 if __name__ == "__main__":
