@@ -42,6 +42,12 @@ TESTED_IN = {
         *("engine/accelerate_wrappers.py", "engine/clipping.py", "engine/ema.py"),
         *("engine/loss_function.py", "engine/loss_output.py", "engine/loss_watch.py"),
         *("engine/nonfinite.py", "engine/results.py", "engine/tally.py", "engine/update.py"),
+        *(
+            "engine/open_loop.py",
+            "engine/options.py",
+            "engine/plan_in_use.py",
+            "engine/training.py",
+        ),
         "engine/host_sync.py",
     ),
     "engine/test_group.py": ("engine/group_weight.py",),
@@ -147,7 +153,6 @@ FIELDS_OF_OTHERS = {
     "diagnosis/recorded.py": ("measured.python_lines", "seen.measured", "seen.measured.loader"),
     "diagnosis/script.py": ("self._session.seen.signal",),
     "diagnosis/waits.py": ("in_call.waits",),
-    "engine/engine.py": ("self._non_finite.skipped",),
     "fake/cuda/device.py": ("self.checker.missing_call",),
     "fake/cuda/namespace.py": ("state.device().sync_debug_mode",),
     "fake/cuda/streams.py": ("made._is_assigned",),
@@ -164,7 +169,6 @@ FIELDS_OF_OTHERS = {
 SET_AGAIN = {
     "diagnosis/step_monitor.py: StepMonitor": 9,
     "diagnosis/steps.py: StepFinder": 10,
-    "engine/engine.py: Engine": 18,
     "engine/tally.py: Tally": 9,
 }
 

@@ -68,7 +68,7 @@ from headrace.engine.step import (
 )
 from headrace.engine.update import Update
 from headrace.errors import StepError
-from headrace.parallel import SINGLE, Ranks, close_before_group, parallelism_of, ranks_of
+from headrace.parallel import SINGLE, Ranks, close_before_group, parallelism_of, ranks_of, unwrap
 from headrace.plan import Plan
 from headrace.schema import require_whole
 
@@ -106,6 +106,20 @@ class StepBuilder(Protocol):
 
     def batches_for(self, updates: int) -> int:
         """How many more batches the next `updates` updates take."""
+        ...
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def ema(self) -> Ema | None: ...
+
+    def is_in_eval_mode(self) -> bool:
+        """Whether no module of the model is in training mode."""
+        ...
+
+    def with_model(self, method: str) -> ModelStepBuilder:
+        """This builder, if it trains a model; else raise, for the engine's `method`."""
         ...
 
     def lanes(self, plan: Plan, *, annotate: bool) -> Lanes: ...
@@ -274,6 +288,12 @@ class ModelStepBuilder:
             step = RestoringStep(step, self._buffers, self.device, lanes)
         return step
 
+    def is_in_eval_mode(self) -> bool:
+        return not any(module.training for module in unwrap(self.model).modules())
+
+    def with_model(self, method: str) -> ModelStepBuilder:
+        return self
+
     def evaluation(self, plan: Plan, *, annotate: bool) -> tuple[Lanes, Step]:
         lanes = Lanes(self.device, plan, split=False, annotate=annotate)
         return lanes, EvaluationStep(self.parts.forward, lanes)
@@ -283,6 +303,7 @@ class UserStepBuilder:
     """Makes steps that call the user's own step function, which also keeps its own state."""
 
     parts = None
+    ema = None
 
     def __init__(self, device: Device, step: StepFunction, carry: Any = None) -> None:
         self._device, self._step = device, step
@@ -303,6 +324,22 @@ class UserStepBuilder:
     @property
     def compiled(self) -> CompileReport:
         return CompileReport(compiled=False, why="it is your own step (Engine.from_step)")
+
+    @property
+    def model(self) -> torch.nn.Module:
+        raise AttributeError("an engine from Engine.from_step has no model")
+
+    def is_in_eval_mode(self) -> bool:
+        return False
+
+    def with_model(self, method: str) -> ModelStepBuilder:
+        if method == "evaluate":
+            raise StepError(
+                "evaluate needs a model and a loss function: this engine is from Engine.from_step"
+            )
+        raise StepError(
+            "an engine from Engine.from_step has no state: save the state of your step yourself"
+        )
 
     @property
     def updates(self) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -15,35 +11,32 @@ from typing import Any, Literal
 import torch
 
 from headrace.capture import GraphReport
-from headrace.data import BatchCache, UsedIterators, explain_no_batch, unwrap_prefetcher
 from headrace.device import Device, available_devices, open_device
-from headrace.engine import memory_error, stored_state
-from headrace.engine.build import (
-    ModelStepBuilder,
-    PassOptions,
-    StepBuilder,
-    UserStepBuilder,
-    open_pass,
-)
+from headrace.engine.build import ModelStepBuilder, UserStepBuilder
 from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredValues
 from headrace.engine.ema import Ema
 from headrace.engine.forward import LossFunction
-from headrace.engine.loop import Observers, Pass
-from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
+from headrace.engine.nonfinite import NonFinitePolicy
+from headrace.engine.open_loop import Steps
+from headrace.engine.options import (
+    EngineOptions,
+    Hook,
+    Hooks,
+    OnEpoch,
+    OnOutputs,
+    OnProgress,
+    OnValues,
+)
 from headrace.engine.results import EpochResult
-from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
 from headrace.engine.schedules import LearningRateFunction, Scheduler, SchedulerInterval
-from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
+from headrace.engine.training import PlannedTraining
 from headrace.errors import StepError
-from headrace.parallel import Ranks, device_of, eval_mode, unwrap
-from headrace.plan import PLAN_VARIABLE, Plan, effective_plan
-from headrace.schema import require_whole
-from headrace.source_lines import users_line
+from headrace.parallel import Ranks, device_of
+from headrace.plan import Plan
 
 log = logging.getLogger("headrace")
-Steps = Generator[Progress, None, None]
 
 
 class Engine:
@@ -105,6 +98,13 @@ class Engine:
             the last batch trained on: save a checkpoint here. Not called with several ranks.
     """
 
+    on_step = Hook[OnProgress]()
+    on_update = Hook[OnProgress]()
+    on_update_every = Hook[int]()
+    on_values = Hook[OnValues]()
+    on_outputs = Hook[OnOutputs]()
+    on_epoch = Hook[OnEpoch]()
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -127,18 +127,25 @@ class Engine:
         on_nonfinite: str = "report",
         on_oom: Literal["raise", "halve"] = "raise",
         loader_timeout: float = 0,
-        on_step: Callable[[Progress], object] | None = None,
-        on_update: Callable[[Progress], object] | None = None,
+        on_step: OnProgress = None,
+        on_update: OnProgress = None,
         on_update_every: int = 1,
-        on_values: Callable[[int, dict[str, float]], object] | None = None,
-        on_outputs: Callable[[int, Any], object] | None = None,
-        on_epoch: Callable[[EpochResult], object] | None = None,
+        on_values: OnValues = None,
+        on_outputs: OnOutputs = None,
+        on_epoch: OnEpoch = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        device = open_device(device or _device_of(model))
-        policy = NonFinitePolicy.of(on_nonfinite)
+        options = EngineOptions(
+            open_device(device or _device_of(model)),
+            precision,
+            deterministic,
+            nvtx,
+            NonFinitePolicy.of(on_nonfinite),
+            loader_timeout,
+            on_error,
+        )
         builder = ModelStepBuilder(
-            device,
+            options.device,
             model,
             optimizer,
             loss,
@@ -149,25 +156,13 @@ class Engine:
             scheduler_every=scheduler_every,
             lr=lr,
             ema_decay=ema_decay,
-            policy=policy,
+            policy=options.policy,
             restores_buffers=on_error is not None,
             on_oom=on_oom,
             carry=carry,
         )
-        self._set_up(
-            builder,
-            device,
-            plan,
-            precision=precision,
-            deterministic=deterministic,
-            nvtx=nvtx,
-            policy=policy,
-            loader_timeout=loader_timeout,
-            on_error=on_error,
-        )
-        self.on_step, self.on_values, self.on_epoch = on_step, on_values, on_epoch
-        self.on_update, self.on_outputs = on_update, on_outputs
-        self.on_update_every = on_update_every
+        self.hooks = Hooks(on_step, on_update, on_update_every, on_values, on_outputs, on_epoch)
+        self._training = PlannedTraining(options, self.hooks, builder, Plan.of(plan))
 
     @classmethod
     def from_step(
@@ -179,12 +174,12 @@ class Engine:
         carry: Any = None,
         deterministic: bool = False,
         nvtx: bool = False,
-        on_step: Callable[[Progress], object] | None = None,
-        on_update: Callable[[Progress], object] | None = None,
+        on_step: OnProgress = None,
+        on_update: OnProgress = None,
         on_update_every: int = 1,
-        on_values: Callable[[int, dict[str, float]], object] | None = None,
-        on_outputs: Callable[[int, Any], object] | None = None,
-        on_epoch: Callable[[EpochResult], object] | None = None,
+        on_values: OnValues = None,
+        on_outputs: OnOutputs = None,
+        on_epoch: OnEpoch = None,
     ) -> Engine:
         """An engine that calls your own training step, for a GAN or two optimizers for example.
 
@@ -194,89 +189,55 @@ class Engine:
         as `step(batch, carried)` and returns a tuple of what to report and the state for the next
         batch. The other arguments are those of `Engine`; each batch counts as an update.
         """
-        engine, device = cls.__new__(cls), open_device(device)
-        builder = UserStepBuilder(device, step, carry)
-        engine._set_up(builder, device, plan, deterministic=deterministic, nvtx=nvtx)
-        engine.on_step, engine.on_values, engine.on_epoch = on_step, on_values, on_epoch
-        engine.on_update, engine.on_outputs = on_update, on_outputs
-        engine.on_update_every = on_update_every
-        return engine
+        options = EngineOptions(open_device(device), deterministic=deterministic, nvtx=nvtx)
+        builder = UserStepBuilder(options.device, step, carry)
+        hooks = Hooks(on_step, on_update, on_update_every, on_values, on_outputs, on_epoch)
+        return _StepEngine(hooks, PlannedTraining(options, hooks, builder, Plan.of(plan)))
 
-    def _set_up(
-        self,
-        builder: StepBuilder,
-        device: Device,
-        plan: Any,
-        *,
-        precision: str | None = None,
-        deterministic: bool,
-        nvtx: bool,
-        policy: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
-        loader_timeout: float = 0,
-        on_error: Callable[[BaseException], object] | None = None,
-    ) -> None:
-        self.device, self._builder = device, builder
-        self._precision, self._deterministic, self._nvtx = precision, deterministic, nvtx
-        self._warned: set[str] = set()
-        self.plan = self._resolve(Plan.of(plan))
-        self._next_plan: Plan | None = None
-        #: Finished epochs, including those of a restored state.
-        self.epochs = 0
-        #: The result of the last training loop, also of one that an error or a `break` has ended.
-        self.last_result: EpochResult | None = None
-        self._on_error, self._loader_timeout = on_error, loader_timeout
-        self._non_finite = NonFiniteWatch(policy, device)
-        self._running: Pass | None = None
-        self._open_steps: weakref.ref[Steps] | None = None
-        self._tracker = PositionTracker(device)
-        self._iterators = UsedIterators()
-        self._cache: BatchCache | None = None
-        self._apply_plan()
+    @property
+    def device(self) -> Device:
+        return self._training.options.device
 
-    def _apply_plan(self) -> None:
-        """Set up what the plan asks for. Warn about what is not possible here."""
-        plan = self.plan
-        self._cache = BatchCache(plan.cache_batches) if plan.cache_batches else None
-        self._builder.apply_plan(plan)
-        report = self.compiled
-        if report is not None and report.why is not None:
-            self.device.warn_once(
-                f"compile: {report.why}",
-                "plan %s: the step is not compiled and runs as it is: %s",
-                plan.name,
-                report.why,
-            )
+    @property
+    def plan(self) -> Plan:
+        """The plan that passes run under."""
+        return self._training.planned.plan
+
+    @property
+    def epochs(self) -> int:
+        """Finished epochs, including those of a restored state."""
+        return self._training.epochs
+
+    @property
+    def last_result(self) -> EpochResult | None:
+        """The result of the last training loop, also of one that an error or a `break` ended."""
+        return self._training.last_result
+
+    @property
+    def _builder(self) -> Any:
+        return self._training.builder
 
     @property
     def model(self) -> torch.nn.Module:
         """The model that this engine trains."""
-        if not isinstance(self._builder, ModelStepBuilder):
-            raise AttributeError("an engine from Engine.from_step has no model")
-        return self._builder.model
+        return self._training.builder.model
 
     @property
     def ema(self) -> Ema | None:
         """The averaged weights; None without `ema_decay`."""
-        return self._builder.ema if isinstance(self._builder, ModelStepBuilder) else None
+        return self._training.builder.ema
 
     @property
     def carried(self) -> Any:
         """The state that the next batch gets, as live tensors; None without a `carry`, or if it is
         the initial state. Set it to continue from another state, or to None to begin anew."""
-        return None if self._builder.carry is None else self._builder.carry.state
+        return None if self._training.builder.carry is None else self._training.builder.carry.state
 
     @carried.setter
     def carried(self, state: Any) -> None:
-        if self._builder.carry is None:
+        if self._training.builder.carry is None:
             raise StepError("this engine carries no state: expected Engine(…, carry=…)")
-        self._builder.carry.set(state)
-
-    def _stateful_builder(self) -> ModelStepBuilder:
-        if not isinstance(self._builder, ModelStepBuilder):
-            raise StepError(
-                "an engine from Engine.from_step has no state: save the state of your step yourself"
-            )
-        return self._builder
+        self._training.builder.carry.set(state)
 
     # --- training and evaluation ------------------------------------------------------------------
 
@@ -292,12 +253,7 @@ class Engine:
         `max_steps` ends the epoch after that many optimizer updates, counted from this call. If the
         loader or the loss function raises, `last_result` has the batches trained on before that.
         """
-        run = self._begin_pass(loader, max_steps, first_batch)
-        with self._keeping_result(run, loader), closing(iter(run)) as steps:
-            for _ in steps:
-                pass
-            self._require_batches(run, loader, max_steps)
-        return self._finish(run)
+        return self._training.epoch(loader, max_steps, first_batch)
 
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
@@ -312,42 +268,20 @@ class Engine:
         the engine's streams. With several ranks, call `leave` on all of them before a `break`.
         Starting another loop of this engine, or `load_state_dict`, ends this one like a `break`.
         """
-        own_ref: list[weakref.ref[Steps]] = []
-        steps = self._run_steps(own_ref, loader, max_steps, first_batch)
-        own_ref.append(weakref.ref(steps))
-        return steps
-
-    def _run_steps(
-        self,
-        own_ref: list[weakref.ref[Steps]],
-        loader: Iterable[Any],
-        max_steps: int | None,
-        first_batch: int | None,
-    ) -> Steps:
-        run = self._begin_pass(loader, max_steps, first_batch)
-        self._open_steps = own_ref[0]
-        try:
-            with self._keeping_result(run, loader), closing(iter(run)) as steps:
-                while self._advance(run, steps):
-                    # Also around a `break`: the update of the last group may follow it.
-                    with run.stages.lanes.yielding_to_caller():
-                        yield run.progress
-                self._require_batches(run, loader, max_steps)
-        except GeneratorExit:
-            self._finish(run)
-            raise
-        self._finish(run)
+        return self._training.steps(loader, max_steps, first_batch)
 
     def leave(self) -> None:
         """End a `steps()` loop between two batches. Call it on all ranks, then `break`. A single
         process may `break` without it."""
-        if self._running is not None:
-            self._running.leave()
+        running = self._training.loop.running
+        if running is not None:
+            running.leave()
 
     def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
         """Wait for the values of all batches so far, between two batches of a `steps()` loop.
         Returns those that have not been in `Progress.arrived` yet."""
-        return () if self._running is None else self._running.settle(reason)
+        running = self._training.loop.running
+        return () if running is None else running.settle(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a new process needs to continue exactly here: model, optimizer,
@@ -360,260 +294,69 @@ class Engine:
         Call it outside a loop, between two batches of `steps()`, in `on_step` or in `on_error`. The
         tensors are the live ones, not copies: copy them before training continues.
         """
-        builder = self._stateful_builder()
-        position = self._tracker.position(self.epochs, self._running)
-        return stored_state.state_of(
-            builder.parts,
-            builder.schedule,
-            builder.graphs,
-            position,
-            skipped_updates=self._non_finite.skipped,
-        )
+        return self._training.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Restore a state of `state_dict()`. The next `epoch(loader)` continues after the last
         batch trained on. Returns how many batches of the current epoch have been trained on."""
-        builder = self._stateful_builder()
-        self._end_other_loop()
-        state = stored_state.checked(state)
-        stored_state.restore(state, builder.parts, builder.schedule, builder.graphs)
-        with stored_state.mismatch_as_step_error():
-            own = self._tracker.checked(stored_state.for_rank(state, self.ranks))
-            self._non_finite.skipped, self.epochs = int(own["skipped_updates"]), own["epoch"]
-            return self._tracker.restore(own)
+        return self._training.load_state_dict(state)
 
     @torch.no_grad()
     def evaluate(
         self,
         loader: Iterable[Any],
         *,
-        on_outputs: Callable[[int, Any], object] | None = None,
+        on_outputs: OnOutputs = None,
     ) -> EpochResult:
         """Compute loss and metrics over a loader: in eval mode, without gradients, under the plan.
         Carried state begins with the initial one. `on_outputs(step, outputs)` gets what the loss
         function returns under `outputs`, such as predictions for a metric."""
-        if not isinstance(self._builder, ModelStepBuilder):
-            raise StepError(
-                "evaluate needs a model and a loss function: this engine is from Engine.from_step"
-            )
-        if self._running is not None:
-            self._running.tally.keep_peak()
-        with eval_mode(self.model), self.device.ledger.apart():
-            lanes, step = self._builder.evaluation(self.plan, annotate=self._nvtx)
-            watch = NonFiniteWatch(NonFinitePolicy("report"), self.device)
-            observers = Observers(None, watch, on_outputs=on_outputs)
-            options = self._pass_options(loader_timeout=0)
-            run = open_pass(options, loader, lanes, step, observers, Start(), epoch=self.epochs)
-            with closing(iter(run)) as steps:
-                for _ in steps:
-                    pass
-            self._require_batches(run, loader, None)
-            if run.has_trained:
-                self._iterators.note(loader)
-            return self._result_of(run)
+        return self._training.evaluate(loader, on_outputs)
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
         """Use another plan, from the next epoch on."""
-        self._next_plan = self._resolve(Plan.of(plan))
-        if self._running is None:
-            self._change_plan()
-
-    def _change_plan(self) -> None:
-        if self._next_plan is not None:
-            self.close()
-            self.plan, self._next_plan = self._next_plan, None
-            self._apply_plan()
-
-    def _resolve(self, plan: Plan) -> Plan:
-        """The plan to run: `plan` with the engine's precision, if it has one, or the plan that
-        `HEADRACE_PLAN` names."""
-        if self._precision is not None and self._precision != plan.precision:
-            plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
-        used = effective_plan(plan)
-        if used != plan and PLAN_VARIABLE not in self._warned:
-            self._warned.add(PLAN_VARIABLE)
-            log.warning(
-                "%s is set: this engine runs under plan %s instead of %s",
-                PLAN_VARIABLE,
-                used.name,
-                plan.name,
-            )
-        return used
+        self._training.use_plan(Plan.of(plan))
 
     @property
     def updates(self) -> int:
         """Optimizer updates so far, including those of a restored state."""
-        return self._builder.updates
+        return self._training.builder.updates
 
     @property
     def ranks(self) -> Ranks:
         """The ranks that train this model together: one, unless it is wrapped in DDP or FSDP2."""
-        return self._builder.ranks
+        return self._training.builder.ranks
 
     @property
     def is_between_updates(self) -> bool:
         """Whether no accumulation group is open. With several ranks, take a state only then."""
-        parts = self._builder.parts
+        parts = self._training.builder.parts
         return parts is None or not parts.group.is_open
 
     @property
     def graphs(self) -> GraphReport | None:
         """How steps run (`way`), and why not as the whole step in one graph; None if the plan has
         no graphs, or the device supports none."""
-        graphs = self._builder.graphs
+        graphs = self._training.builder.graphs
         return None if graphs is None else graphs.report()
 
     @property
     def compiled(self) -> CompileReport | None:
         """Whether the step runs as compiled code, or why not; None if the plan does not compile."""
-        return self._builder.compiled if self.plan.compile else None
+        return self._training.planned.compiled
 
     def close(self) -> None:
         """Free the device memory that the plan occupies: graphs and cached batches. The engine can
         still be used."""
-        if self._builder.graphs is not None:
-            self._builder.graphs.close()
-        if self._cache is not None:
-            self._cache = BatchCache(self.plan.cache_batches)
+        self._training.planned.close()
 
-    # --- around a pass ---------------------------------------------------------------------------
 
-    def _begin_pass(self, loader: Iterable[Any], max_steps: int | None, first: int | None) -> Pass:
-        self._end_other_loop()
-        self._change_plan()
-        self._warn_eval_mode()
-        loader = unwrap_prefetcher(loader)
-        set_loader_epoch(loader, self.epochs)
-        try:
-            loader, start = self._tracker.begin(loader, first)
-            return self._open(loader, max_steps, start)
-        except BaseException:
-            self._tracker.cancel()
-            raise
+class _StepEngine(Engine):
+    """What `Engine.from_step` returns."""
 
-    def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
-        builder = self._builder
-        require_whole("on_update_every", self.on_update_every, 1, StepError)
-        builder.begin_epoch(from_start=start.first == 0)
-        lanes = builder.lanes(self.plan, annotate=self._nvtx)
-        observers = Observers(
-            builder.schedule,
-            self._non_finite,
-            on_update=self.on_update,
-            on_update_every=self.on_update_every,
-            on_values=self.on_values,
-            on_outputs=self.on_outputs,
-            on_step=self.on_step,
-            on_error=self._on_error,
-        )
-        return open_pass(
-            self._pass_options(self._loader_timeout),
-            loader,
-            lanes,
-            builder.step(lanes),
-            observers,
-            start,
-            epoch=self.epochs,
-            limit=None if max_steps is None else builder.batches_for(max_steps),
-            parts=builder.parts,
-        )
-
-    def _pass_options(self, loader_timeout: float) -> PassOptions:
-        return PassOptions(
-            self.device,
-            self.plan,
-            self.ranks,
-            self._cache,
-            self._deterministic,
-            loader_timeout,
-        )
-
-    def _warn_eval_mode(self) -> None:
-        """Warn once if the model is in eval mode: the engine does not call `model.train()`."""
-        if not isinstance(self._builder, ModelStepBuilder) or "eval" in self._warned:
-            return
-        if not any(module.training for module in unwrap(self.model).modules()):
-            self._warned.add("eval")
-            log.warning(
-                "the model is in eval mode in the training loop at %s, so dropout is off and batch "
-                "norm uses its running means: call model.train() first, unless you want this",
-                users_line(),
-            )
-
-    def _require_batches(self, run: Pass, loader: Iterable[Any], max_steps: int | None) -> None:
-        """Raise if a pass had no batch because an earlier pass has used up the iterator. Warn once
-        if the loader is empty, unless the pass has continued an epoch at its end."""
-        if run.has_trained or max_steps == 0:
-            return
-        self._iterators.require_batches(loader)
-        if run.progress.batches == 0 and "no batch" not in self._warned:
-            self._warned.add("no batch")
-            why = explain_no_batch(loader)
-            log.warning(
-                "the loader passed at %s had no batch%s: there is no loss, and mean_loss is NaN",
-                users_line(),
-                f" ({why})" if why else "",
-            )
-
-    def _end_other_loop(self) -> None:
-        """End a `steps()` loop that is still open. Python would otherwise end it whenever it
-        collects the generator."""
-        if self._running is None:
-            return
-        other = None if self._open_steps is None else self._open_steps()
-        if other is not None and inspect.getgeneratorstate(other) == inspect.GEN_SUSPENDED:
-            other.close()
-        if self._running is not None:
-            raise StepError("this engine is already in a training loop: end that one first")
-
-    @contextmanager
-    def _keeping_result(self, run: Pass, loader: Iterable[Any]) -> Iterator[None]:
-        """Inside the block `run` is the running pass. However it ends, keep its result."""
-        self._running, failed = run, True
-        try:
-            yield
-            failed = False
-        except torch.OutOfMemoryError as problem:
-            graphs = self.graphs
-            raise memory_error.out_of_memory_error(
-                problem,
-                device=self.device,
-                plan=self.plan,
-                parts=self._builder.parts,
-                batch=run.tally.failed,
-                largest=run.tally.largest,
-                graph_bytes=0 if graphs is None else graphs.memory_bytes,
-            ) from problem
-        finally:
-            self._running = None
-            if run.has_trained:  # also after a `break`: an iterator's other batches may be gone
-                self._iterators.note(loader)
-            self._tracker.end(run, failed=failed)
-            if run.ended:
-                self.last_result = self._result_of(run)
-
-    def _result_of(self, run: Pass) -> EpochResult:
-        result = run.tally.result(run.progress, self.plan.name, run.stages.recorder.entries)
-        return replace(result, compiled=self.compiled)
-
-    def _finish(self, run: Pass) -> EpochResult:
-        """Count the epoch that has just ended, step the scheduler and call `on_epoch`."""
-        result = self.last_result
-        assert result is not None
-        self.epochs += 1
-        self._change_plan()
-        if self._builder.schedule is not None:
-            mean_loss = run.stages.recorder.loss().mean
-            self._builder.schedule.after_epoch(self.epochs, mean_loss)
-        if self.on_epoch is not None:
-            self.on_epoch(result)
-        return result
-
-    def _advance(self, run: Pass, steps: Iterator[Progress]) -> bool:
-        """Train on the next batch, on the stream that was current when the loop began. Returns
-        whether there was one."""
-        with self.device.use(run.stages.lanes.caller):
-            return next(steps, run) is not run
+    def __init__(self, hooks: Hooks, training: PlannedTraining) -> None:
+        self.hooks = hooks
+        self._training = training
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

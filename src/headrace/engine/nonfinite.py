@@ -67,6 +67,10 @@ class NonFiniteWatch:
         #: Skipped updates among the values that have arrived.
         self.skipped = 0
 
+    def restore(self, skipped: int) -> None:
+        """Go on counting the skipped updates from a stored state."""
+        self.skipped = skipped
+
     def check(self, entries: Iterable[DeferredValues], epoch: int) -> None:
         """Check each batch's values once. If one ends the run, none of `entries` is counted: a
         resumed run checks them again."""
