@@ -1,4 +1,4 @@
-"""The page: values are escaped, scripts and licences are where they belong."""
+"""The page: values are escaped, scripts and licenses are where they belong."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def test_json_cannot_end_its_script() -> None:
     assert script_json({"a": "</script>&"}) == '{"a":"\\u003c/script\\u003e\\u0026"}'
 
 
-def test_the_chart_library_is_only_in_pages_with_charts_and_brings_its_licence() -> None:
-    library, licence = (
+def test_the_chart_library_is_only_in_pages_with_charts_and_brings_its_license() -> None:
+    library, terms = (
         (REPORT / "static" / "vendor" / name).read_text(encoding="utf-8")
         for name in ("uPlot.iife.min.js", "uPlot.LICENSE")
     )
     without, with_charts = tune_like("x"), tune_like("x", has_lines=True)
     assert "var uPlot" not in without
     assert library in with_charts
-    assert licence in with_charts
+    assert terms in with_charts
 
 
 def test_the_wheel_has_every_template_script_and_style() -> None:

@@ -157,7 +157,7 @@ def _no_hook(*gradients: object) -> None:
 
 
 def _is_repeated(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is PyTorch's or the package's own: those (weight normalisation, say) only
+    """Whether a hook is PyTorch's or the package's own: those (weight normalization, say) only
     launch kernels, which a replay repeats. Those of `register_multi_grad_hook` call the user's."""
     module = getattr(_function(hook), "__module__", None) or type(hook).__module__
     is_own = module.partition(".")[0] in ("torch", __name__.partition(".")[0])

@@ -1,6 +1,6 @@
 """The forms in which code makes the host wait, and what to write instead.
 
-`forms.toml` lists them, and by what each is recognised: functions of PyTorch between the line and
+`forms.toml` lists them, and by what each is recognized: functions of PyTorch between the line and
 the wait, the call that the line was making, or the operation on the device. `form_of` is the
 matcher.
 """

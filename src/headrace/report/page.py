@@ -122,7 +122,7 @@ def _script(has_lines: bool, has_timelines: bool) -> str:
     if has_timelines:
         names += ["timelines.js"]
     texts = [_static(name) for name in names]
-    if has_lines:  # its licence asks to be kept with every copy
+    if has_lines:  # its license asks to be kept with every copy
         texts.insert(1, f"/*\n{_static('vendor/uPlot.LICENSE')}\n*/")
     return "\n".join(texts)
 
