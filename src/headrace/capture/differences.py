@@ -37,18 +37,20 @@ class Differences:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._replays, self._worst, self._where = 0, 0.0, ""
+        #: How many replays were compared.
+        self.replays = 0
+        self._worst, self._where = 0.0, ""
         self._is_equal = True
 
     def next_replay(self) -> None:
         """What is compared from now on belongs to the next replay."""
-        self._replays += 1
+        self.replays += 1
 
     def report(self) -> CheckReport | None:
         """What was found; None if nothing was compared."""
-        if not self._replays:
+        if not self.replays:
             return None
-        return CheckReport(self._replays, self._is_equal, self._worst, self._where)
+        return CheckReport(self.replays, self._is_equal, self._worst, self._where)
 
     def compare(self, pairs: Sequence[Pair], *, lower_precision: bool = False) -> None:
         """Compare tensors of one group: outputs, say, or gradients. The host waits for the device,
@@ -68,7 +70,7 @@ class Differences:
             elif not self._is_equal:
                 continue  # what is named is a difference that counts
             if difference > self._worst:
-                self._worst, self._where = difference, f"{name}, replay {self._replays}"
+                self._worst, self._where = difference, f"{name}, replay {self.replays}"
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:

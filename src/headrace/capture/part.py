@@ -92,8 +92,10 @@ class PartTally:
 
     @property
     def unsettled(self) -> int:
-        """How many calls ran eagerly, or were captured, on the way to a graph or to check one."""
-        return self.captures + sum(self.eager[reason] for reason in _UNSETTLED)
+        """How many calls ran eagerly, were captured or compared, on the way to a graph or to check
+        one."""
+        unsettled = sum(self.eager[reason] for reason in _UNSETTLED)
+        return self.captures + self.check.replays + unsettled
 
     def ran_eagerly(self, why: str) -> None:
         self.eager[why] += 1

@@ -32,6 +32,11 @@ class ReplayCheck:
         """What was found; None if nothing was compared."""
         return self._differences.report()
 
+    @property
+    def replays(self) -> int:
+        """How many replays were compared."""
+        return self._differences.replays
+
     def _begins(self) -> bool:
         """Whether to compare the replay that comes now. Counts it."""
         if self._left <= 0:

@@ -42,6 +42,7 @@ class SpeedUpSession:
         self.times: WeakKeyDictionary[Any, StepClock] = WeakKeyDictionary()
         #: How many optimizer steps there were, on the CPU and on the device.
         self.cpu_steps = self.device_steps = 0
+        self._is_adding = False
         #: Why nothing more is sped up, if so.
         self.off: str | None = None
         self._had_engine = _ENGINE in sys.modules
@@ -115,6 +116,7 @@ class SpeedUpSession:
         if why is not None:
             return
         compiles = self.settings.compile and kind == "model"
+        self._is_adding = True
         try:
             handle = speed_up(
                 one,
@@ -126,6 +128,8 @@ class SpeedUpSession:
         except HeadraceError as problem:
             part.left_alone(str(problem))
             return
+        finally:
+            self._is_adding = False
         part.sped_up(handle)
         handle.when_replayed(self._guarded(self._after_step))
 
@@ -155,6 +159,8 @@ class SpeedUpSession:
 
     def _on_log(self, text: str) -> None:
         """A warning of the package's. What says why a part cannot be captured is told once."""
+        if self._is_adding:  # the part says it itself
+            return
         self._look()
         whys = (piece.why for part in self.parts for _, piece in part.pieces())
         if not any(why is not None and text.endswith(why) for why in whys):

@@ -1,7 +1,7 @@
-"""The plain scripts of benchmarks/works, unchanged, alone and under `headrace run`, in turns.
+"""The plain scripts of inputs/works, unchanged, alone and under `headrace run`, in turns.
 
-    python benchmarks/run_scripts.py --out run_scripts.json
-    python benchmarks/run_scripts.py dcgan nanogpt --steps 400 --rounds 2
+    python benchmarks/measurements/run_scripts.py --out run_scripts.json
+    python benchmarks/measurements/run_scripts.py dcgan nanogpt --steps 400 --rounds 2
 
 A row is written as soon as it is measured. `before` and `after` are what `headrace run` says of a
 step, `equal` what its `--check 20` has found, and `gain` how much sooner the whole script ends.
@@ -18,9 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1].glob("*/"))  # its sister folders
+
 from measuring import header, table
 
-WORKS = Path(__file__).parent / "works"
+WORKS = Path(__file__).resolve().parents[1] / "inputs" / "works"
 NAMES = ("dcgan", "nanogpt", "vit_small", "bert_base", "lstm", "unet", "actor_critic", "dlrm")
 _STEP = re.compile(r"a step took ([\d.,]+) ms before, ([\d.,]+) ms after")
 _TIMEOUT_S = 300
