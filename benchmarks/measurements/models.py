@@ -3,7 +3,7 @@
     python benchmarks/measurements/models.py --processes 4 --out models.json
     python benchmarks/measurements/models.py --device fake bert resnet18
     python benchmarks/measurements/models.py --table models.json
-    python benchmarks/measurements/models.py --table models.json --page docs/models.md
+    python benchmarks/measurements/models.py --table models.json later.json --page docs/models.md
 
 Each model trains plain, plain again, and sped up, from the same weights on the same batches: losses
 and weights are compared bit for bit. Then its step is timed plain and sped up, in turns. Batches
@@ -231,6 +231,13 @@ def without_folders(value: Any) -> Any:
     )
 
 
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of some models over those of all."""
+    rows = {(row["library"], row["model"]): row for one in results for row in one["models"]}
+    commands = "` and `".join(one["command"] for one in results)
+    return results[-1] | {"command": commands, "models": list(rows.values())}
+
+
 def page(result: dict[str, Any]) -> str:
     """The page of the documentation, from a stored result."""
     rows = sorted(result["models"], key=lambda one: (one["library"], one["model"]))
@@ -247,8 +254,7 @@ def page(result: dict[str, Any]) -> str:
         f"{where}: each trains plain and sped up, from the same weights on the",
         "same batches. *Whole* means that the model's forward and backward are graphs, *children*",
         "that [the largest parts of it](speed-up.md#a-model-in-pieces) are. *Equal* compares all",
-        "losses and weights bit for bit: where it says no, they differ in the last digits, and the",
-        "cause is not known.",
+        "losses and weights bit for bit.",
         "",
         "| library | models | whole | children | eager | did not run | equal |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -272,7 +278,7 @@ def page(result: dict[str, Any]) -> str:
                 way = "did not run" if failed else row["way"]
                 why = "" if way == "whole" else first_reason(row["why"])
                 lines.append(f"| {row['model']} | {way} | {equal} | {why} |")
-    lines += ["", f"Made from the result of `{result['command']}` of {result['date']}, PyTorch "
+    lines += ["", f"Made from the results of `{result['command']}`, {result['date']}, PyTorch "
               f"{result['torch']}.", ""]  # fmt: skip
     return "\n".join(lines)
 
@@ -315,7 +321,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="how many at once [default: 1]")
     parser.add_argument("--tiny", action="store_true", help="small models [fake: always]")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--table", type=Path, help="print a stored result as a table")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="print stored results as a table; later ones count"
+    )
     parser.add_argument("--page", type=Path, help="with --table: write the page of the docs")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -323,7 +331,7 @@ def main() -> None:
         work(options)
         return
     if options.table:
-        result = json.loads(options.table.read_text(encoding="utf-8"))
+        result = merged([json.loads(one.read_text(encoding="utf-8")) for one in options.table])
         if options.page:
             options.page.write_text(page(result), encoding="utf-8")
         else:
