@@ -21,6 +21,7 @@ from headrace.capture.comparison import same_entries
 from headrace.capture.differences import CheckReport
 from headrace.capture.function import CapturedFunction
 from headrace.capture.guards import GRADIENTS_REPLACED, Guards
+from headrace.capture.installed import is_sped_up, own_forwards
 from headrace.capture.known import Known
 from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
@@ -28,10 +29,11 @@ from headrace.capture.model_calls import is_inside_a_module, watch_models, why_n
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.part import PartReport
-from headrace.capture.parts import SpeedUp, SpeedUpReport, is_sped_up, own_forwards, speed_up
+from headrace.capture.parts import SpeedUp, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.signatures import signature
+from headrace.capture.speed_up_report import SpeedUpReport
 from headrace.capture.state import StepState, unique
 from headrace.capture.trace import StepTracer, Storage, storages
 from headrace.capture.turns import Turns

@@ -11,7 +11,7 @@ from headrace.errors import CaptureError
 from headrace.source_lines import line_of_error
 
 if TYPE_CHECKING:
-    from headrace.capture.parts import SpeedUpReport
+    from headrace.capture.speed_up_report import SpeedUpReport
 
 log = logging.getLogger("headrace")
 #: How a training step runs, from the most to the least that a graph repeats.
