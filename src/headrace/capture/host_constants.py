@@ -9,9 +9,10 @@ checks of a graph compare it, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import Device, Obstacle
 from headrace.errors import CaptureError
+from headrace.source_lines import Site, users_line
 
 _COPIES = ("aten::copy_", "aten::_to_copy")
 _MAX_BYTES = 65_536
@@ -26,11 +28,12 @@ _MAX_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """`content` is what was copied, `value` what it became on the device; None if it stayed on the
-    host, or came to the device as a number that a kernel was given."""
+    """`content` is what was copied at a line, `value` what it became on the device; None if it
+    stayed on the host, or came to the device as a number that a kernel was given."""
 
     content: bytes
     value: torch.Tensor | None
+    site: Site
 
 
 class HostConstants:
@@ -39,7 +42,6 @@ class HostConstants:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._found: list[_Copy] = []
-        self._excused: list[Obstacle] = []
 
     def is_copy(self, func: Any, args: Any) -> bool:
         """Whether an operation copies from the host, to the host or to the device."""
@@ -48,19 +50,26 @@ class HostConstants:
         source = _source(func, args)
         return source.is_cpu and not self._device.holds(source) and source.nbytes <= _MAX_BYTES
 
-    def note(self, func: Any, args: Any, result: Any, obstacles: Sequence[Obstacle]) -> None:
-        """Such an operation has run, and met these obstacles: they are none for a graph that has
-        the value on the device."""
-        is_constant = bool(obstacles) and self._device.holds(result)
-        value = result.detach().clone() if is_constant else None
-        self._found.append(_Copy(_content(_source(func, args)), value))
-        if is_constant:
-            self._excused += obstacles
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """Such an operation has run."""
+        value = result.detach().clone() if self._device.holds(result) else None
+        self._found.append(_Copy(_content(_source(func, args)), value, users_line()))
 
     def excuse(self, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-        """Those of the obstacles that remain."""
-        known = set(map(id, self._excused))
-        return [one for one in obstacles if id(one) not in known]
+        """Those of the obstacles that the run met which remain if a graph has the values on the
+        device. What was copied without a wait is none of these values."""
+        met = Counter(one for one in obstacles if one.may_be_copy)
+        most: dict[Site | None, int] = {}
+        for one, count in met.items():
+            most[one.site] = max(count, most.get(one.site, 0))
+        copies: Counter[Site | None] = Counter()
+        for at, copy in enumerate(self._found):
+            if copy.value is not None and copies[copy.site] < most.get(copy.site, 0):
+                copies[copy.site] += 1
+            else:
+                self._found[at] = replace(copy, value=None)
+        excused = Counter({one: copies[one.site] for one in met})
+        return list((Counter(obstacles) - excused).elements())
 
     def same_as(self, other: HostConstants) -> bool:
         """Whether two runs copied the same values to the device."""

@@ -7,7 +7,7 @@ they differ, Python made a decision, and a graph would repeat the one it made at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
-from headrace.device import CaptureQuery, Device, Obstacle
+from headrace.device import CaptureQuery, Device
 from headrace.source_lines import Site, users_line_inside
 
 __all__ = ["StepTrace", "StepTracer", "Storage", "TensorRead", "storages"]
@@ -160,7 +160,6 @@ class StepTracer(TorchDispatchMode):
         self._caller = caller
         # Host tensors that device work returned, such as an attention's random seed and offset.
         self._returned_to_host: set[Storage] = set()
-        self._obstacles: Sequence[Obstacle] = ()
 
     def __enter__(self) -> StepTracer:
         self._answering.append(self._device.answering(self._query))
@@ -204,17 +203,15 @@ class StepTracer(TorchDispatchMode):
                     self._record_made(value, on_device)
         return result
 
-    def note_constants(self, obstacles: Sequence[Obstacle]) -> None:
-        """Note what the block copies from the host. `obstacles` are those met so far: the list
-        grows meanwhile."""
-        self._obstacles, self.trace.host_constants = obstacles, HostConstants(self._device)
+    def note_constants(self) -> None:
+        """Note what the block copies from the host."""
+        self.trace.host_constants = HostConstants(self._device)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        constants, before = self.trace.host_constants, len(self._obstacles)
-        if constants is None or not constants.is_copy(func, args):
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        constants.note(func, args, result, self._obstacles[before:])
+        constants = self.trace.host_constants
+        if constants is not None and constants.is_copy(func, args):
+            constants.note(func, args, result)
         return result
 
     def forward_ends(self, returned: dict[str, float]) -> None:

@@ -72,7 +72,7 @@ class Trials:
         trial = TracedRun(tracer, storages(tensors()))
         with self._device.watch() as obstacles:
             if notes_constants:
-                tracer.note_constants(obstacles)
+                tracer.note_constants()
             yield trial
         trial.obstacles = obstacles
         trial.known |= storages(tensors())

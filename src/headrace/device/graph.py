@@ -50,6 +50,10 @@ class CaptureQuery:
         return self.answer
 
 
+_HOST_COPY = "host memory is copied to the device"
+_HOST_WAIT = "the host waits for the device"
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """Something in a step that a graph could not repeat, its line, and what to do about it."""
@@ -57,6 +61,11 @@ class Obstacle:
     what: str
     site: Site | None
     remedy: str
+
+    @property
+    def may_be_copy(self) -> bool:
+        """Whether a copy from the host meets it: such a copy may wait, too."""
+        return self.what == _HOST_COPY or self.what.startswith(_HOST_WAIT)
 
     def __str__(self) -> str:
         where = "" if self.site is None else f" at {self.site}"
@@ -66,7 +75,7 @@ class Obstacle:
 def host_wait(site: Site, operation: str = "") -> Obstacle:
     """A line at which the host waits for the device, in `operation` if that is known."""
     return Obstacle(
-        f"the host waits for the device{f' ({operation})' if operation else ''}",
+        f"{_HOST_WAIT}{f' ({operation})' if operation else ''}",
         site,
         "keep the value on the device, without .item(), .cpu(), print(), `if tensor:` or a "
         "boolean mask as index",
@@ -76,7 +85,7 @@ def host_wait(site: Site, operation: str = "") -> Obstacle:
 def host_copy(site: Site) -> Obstacle:
     """A line that copies host memory to the device."""
     return Obstacle(
-        "host memory is copied to the device",
+        _HOST_COPY,
         site,
         "make the tensor on the device, once and outside the step, or let the loader "
         "return it in the batch",
