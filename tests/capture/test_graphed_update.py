@@ -220,14 +220,18 @@ def eager_model(
     return (optimizer,), step
 
 
+def capturable_adam(parameters: Any) -> torch.optim.Optimizer:
+    weights = list(parameters)
+    rate = torch.tensor(1e-2).to(weights[0].device)
+    return torch.optim.Adam(weights, lr=rate, foreach=True, capturable=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         adamw,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        lambda parameters: torch.optim.Adam(
-            parameters, lr=torch.tensor(1e-2), foreach=True, capturable=True
-        ),
+        capturable_adam,
     ],
 )
 @pytest.mark.parametrize("frozen_every", [0, 7])

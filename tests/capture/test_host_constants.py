@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.device import Device
+from headrace.capture.host_constants import HostConstants
+from headrace.device import Device, host_copy, host_wait
+from headrace.fake import FakeDevice
+from headrace.source_lines import Site, users_line
 from support.graphs.sped_up import Made, batch, compare, fused
 
 
@@ -126,3 +129,26 @@ def test_a_value_that_changes_later_is_found_by_a_check(capturing: Device, tmp_p
         for at in range(40):
             step(2 * at)
         assert handle.report().parts[0].captures == 2
+
+
+@pytest.mark.parametrize("waits_by_itself", [False, True])
+def test_a_copy_is_excused_with_its_wait(waits_by_itself: bool) -> None:
+    """CUDA reports the wait of a copy when the user's call returns, after the copy was noted."""
+    copies = torch.ops.aten._to_copy.default
+    with FakeDevice() as device:
+        constants, source = HostConstants(device), torch.ones(3)
+        constants.note(copies, (source,), source.to(device.torch_device))
+        site = users_line()
+    site = Site(site.file, site.line - 1)
+    met = [host_copy(site), host_wait(site)]
+    other = [host_wait(site)] if waits_by_itself else []
+    assert constants.excuse([*met, *other]) == other
+    assert len(constants.values) == 1
+
+
+def test_what_is_copied_without_a_wait_is_no_constant() -> None:
+    with FakeDevice() as device:
+        constants, source = HostConstants(device), torch.ones(3)
+        constants.note(torch.ops.aten._to_copy.default, (source,), source.to(device.torch_device))
+    assert constants.excuse([]) == []
+    assert constants.values == []

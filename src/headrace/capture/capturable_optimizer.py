@@ -88,9 +88,14 @@ def _rounds_when_captured(optimizer: torch.optim.Optimizer) -> bool:
     return any(
         "capturable" in group
         and not group.get("fused")
-        and not (group["capturable"] and isinstance(group["lr"], torch.Tensor))
+        and not (group["capturable"] and _is_beside_weights(group["lr"], group["params"]))
         for group in optimizer.param_groups
     )
+
+
+def _is_beside_weights(rate: object, weights: list[torch.Tensor]) -> bool:
+    """Whether a learning rate is a tensor on the device of the weights."""
+    return isinstance(rate, torch.Tensor) and all(one.device == rate.device for one in weights)
 
 
 def _remedy(optimizer: torch.optim.Optimizer) -> str:
