@@ -129,6 +129,7 @@ def main() -> None:
             result["works"][name] = row
             save(options.out, result)
             print(name, {key: row[key] for key in row if key != "all"}, flush=True)
+    save(options.out, result)  # with what was left out
     hidden = ("all", "decision", "why not whole", "rounding", "steps a turn", "graph's way")
     rows = {
         name: {key: value for key, value in row.items() if key not in hidden}
