@@ -11,6 +11,7 @@ import pytest
 
 from headrace.records import BenchResult
 from headrace.report import render, write_perfetto
+from support.documents import read
 from support.paths import BENCHMARKS
 
 RESULTS = BENCHMARKS / "results"
@@ -63,6 +64,36 @@ def test_its_timelines_become_perfetto_files(path: Path, tmp_path: Path) -> None
     assert len(files) == len(json.loads(path.read_text(encoding="utf-8"))["rows"])
     for file in files:
         assert json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The figures of each row of the first table after a heading."""
+    table = read(page).partition(heading)[2].partition("| --- ")[2].partition("\n\n")[0]
+    rows = (row.partition(" | ")[2] for row in table.splitlines()[1:])
+    return [re.findall(r"−?\d+(?:\.\d+)?", row) for row in rows]
+
+
+def test_the_table_of_auto_is_that_of_its_result() -> None:
+    works = json.loads((RESULTS / "2026-11-19-h200-auto.json").read_text(encoding="utf-8"))["works"]
+    expected = []
+    for work in works.values():
+        row = [f"{work[f'{way} ms']:.1f}" for way in ("by hand", "pipeline", "graph", "auto")]
+        row += [str(work["after steps"]), f"{work['1,000 steps, %']:.0f}".replace("-", "−")]
+        expected.append(row)
+        assert work["chose"] == "whole step"
+    assert sorted(rows_of("docs/measured.md", "## What auto chooses")) == sorted(expected)
+
+
+def test_the_table_of_examples_is_that_of_its_result() -> None:
+    stored = json.loads((RESULTS / "2026-11-19-h200-examples.json").read_text(encoding="utf-8"))
+    rows = rows_of("examples/README.md", "# Examples")
+    for row, example in zip(rows, stored["rows"].values(), strict=True):
+        (plain,), (fast,) = example["plain_ms"], example["sped_up_ms"]
+        assert row[-3:-1] == [f"{plain:.1f}", f"{fast:.1f}"]
+        assert float(row[-1]) == pytest.approx(plain / fast, rel=0.04)
+        assert example["equal"]
+    gains = sorted(float(row[-1]) for row in rows)
+    assert f"{gains[0]:.1f} to {gains[-1]} ×" in read("README.md")
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
