@@ -207,3 +207,27 @@ def test_persistent_workers_draw_as_in_the_script_alone(both: Any) -> None:
                     break
     """)
     assert ended.result.parts[-1].replays == 3 * 7 - 2 - 3
+
+
+def test_models_that_are_trained_in_turn_are_freed_in_turn(both: Any) -> None:
+    """A model, its optimizer and their graphs hold each other. Each leaves its row."""
+    ended = both("""
+        import weakref
+        held = []
+        def train():
+            net, optimizer = made()
+            for step in range(8):
+                loss = net(torch.randn(4, 4, device=device)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            held.extend([weakref.ref(net), weakref.ref(optimizer)])
+            print(loss.item())
+        for number in range(3):
+            train()
+        print([one() is None for one in held[:4]])
+    """)
+    replays = ended.replays()
+    assert list(replays) == ["Net", "AdamW", "Net 2", "AdamW 2", "Net 3", "AdamW 3"]
+    assert min(replays.values()) > 0
+    assert len(set(replays.values())) == 2

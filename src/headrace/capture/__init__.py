@@ -28,7 +28,7 @@ from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.model_calls import is_inside_a_module, watch_models, why_not
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
-from headrace.capture.part import PartReport
+from headrace.capture.part import PartReport, PartTally
 from headrace.capture.parts import SpeedUp, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
@@ -51,6 +51,7 @@ __all__ = [
     "Known",
     "LearningRates",
     "PartReport",
+    "PartTally",
     "Reader",
     "SpeedUp",
     "SpeedUpReport",

@@ -174,8 +174,7 @@ class GraphedModel:
 
     def report(self) -> PartReport:
         """What became of the model."""
-        rounding = join_reasons(self.trials.rounding, self._lanes.rounding)
-        return self.part.report(rounding if self.part.captures else None)
+        return self.part.report()
 
     def is_pending(self) -> bool:
         return self._lanes.is_pending()
@@ -218,7 +217,9 @@ class GraphedModel:
         capture = ModelCapture(self._step, state, kind, *self.trials.known_of(kind), pools)
         capture.require_memory()
         with self.part.capturing(), self.trials.answering_in_capture():
-            return capture.run(call, leaves)
+            graph = capture.run(call, leaves)
+        self.part.note_rounding(join_reasons(self.trials.rounding, self._lanes.rounding))
+        return graph
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
         step, device = self._step, self._step.device

@@ -130,6 +130,7 @@ class GraphedUpdate:
                 graph = capture_update(self._state, basis.capturable, basis.pool, copies)
             undo.pop_all()
         basis.note_capture()
+        self.part.note_rounding(basis.capturable.rounding)
         self._basis = basis
         return graph
 
@@ -144,7 +145,7 @@ class GraphedUpdate:
 
     def report(self) -> PartReport:
         """What became of the optimizer."""
-        return self.part.report(None if self._basis is None else self._basis.capturable.rounding)
+        return self.part.report()
 
     def _drop_graphs(self) -> None:
         with self.part.closing():

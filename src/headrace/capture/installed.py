@@ -126,7 +126,7 @@ def install_step(
     given: torch.optim.Optimizer,
     update: GraphedUpdate,
     switch: Switch,
-    on_replay: list[Callable[[torch.optim.Optimizer], object]],
+    replayed: Callable[[torch.optim.Optimizer], object],
     step_ends: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     optimizer = optimizer_inside(given)
@@ -137,8 +137,7 @@ def install_step(
         before = update.part.replays
         result = update(closure) if switch.is_on else plain(closure)
         if update.part.replays != before:
-            for call in on_replay:
-                call(optimizer)
+            replayed(optimizer)
         if step_ends is not None:
             step_ends()
         return result

@@ -72,13 +72,15 @@ class PartTally:
         self.why: str | None = None
         self.replays = 0
         self.captures = 0
+        #: Why the last digits differ from the plain loop's, if something is known to change them.
+        self.rounding: str | None = None
         #: Calls that ran eagerly, by reason.
         self.eager: Counter[str] = Counter()
         self._memory_bytes = 0
         # The replays so far at each of the last drops of its graphs.
         self._drops: list[int] = []
 
-    def report(self, rounding: str | None) -> PartReport:
+    def report(self) -> PartReport:
         return PartReport(
             self.name,
             self.replays,
@@ -86,7 +88,7 @@ class PartTally:
             dict(self.eager),
             self._memory_bytes,
             self.why,
-            rounding,
+            self.rounding,
             self.check.report(),
         )
 
@@ -111,6 +113,10 @@ class PartTally:
             yield
         self.captures += 1
         self._memory_bytes += max(0, self._device.memory().reserved - before)
+
+    def note_rounding(self, why: str | None) -> None:
+        """Why replays of what was captured differ in the last digits."""
+        self.rounding = why
 
     @contextmanager
     def closing(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ from headrace.plan import PLAN_VARIABLE
 
 class SpeedUp:
     """What `speed_up` returns. `close()` gives the model and the optimizer their own methods back,
-    as the end of a `with` block does."""
+    as the end of a `with` block does. What it was given holds it until then."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SpeedUp:
             self._gain = Gain(measured_on, self.use_graphs, lambda: self.replays)
         ends = None if self._gain is None else self._gain.step_ends
         for optimizer, update in updates:
-            undo = install_step(optimizer, update, self._switch, self._on_replay, ends)
+            undo = install_step(optimizer, update, self._switch, self._replayed, ends)
             self._undo.append(undo)
             ends = None  # the first optimizer's update ends a step
 
@@ -98,6 +98,10 @@ class SpeedUp:
     def when_replayed(self, call: Callable[[torch.optim.Optimizer], object]) -> None:
         """Call this after each replay of an optimizer's step."""
         self._on_replay.append(call)
+
+    def _replayed(self, optimizer: torch.optim.Optimizer) -> None:
+        for call in self._on_replay:
+            call(optimizer)
 
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why."""

@@ -22,7 +22,7 @@ def result_of(
     session: SpeedUpSession, program: str, exit_code: int | None, command: str
 ) -> RunResult:
     """The result of a run that has ended."""
-    parts = [record for part in session.parts for record in _records(part)]
+    parts = [record for part in session.parts.all for record in _records(part)]
     device = session.devices[0] if session.devices else None
     before, after = _before_and_after(session, device)
     fake: Any = session.given
@@ -65,7 +65,7 @@ def _before_and_after(
     """Of the optimizer whose steps took longest: where there are several, it steps most rarely."""
     if device is None or not _is_idle(device):
         return None, None
-    found = [times.medians() for times in session.times.values()]
+    found = [clock.medians() for clock in session.clocks]
     both = [one for one in found if None not in one]
     return max(both or found, key=lambda one: one[0] or 0.0, default=(None, None))
 

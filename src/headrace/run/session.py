@@ -6,10 +6,11 @@ import functools
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
@@ -19,12 +20,14 @@ from headrace.errors import HeadraceError
 from headrace.replacing import replaced
 from headrace.run.loaders import ScriptLoaders
 from headrace.run.optimizers import watch_optimizers
-from headrace.run.parts import Kind, Part, counts_of
+from headrace.run.parts import Kind, Part, ScriptParts
 from headrace.run.settings import RunSettings
 from headrace.run.step_clock import StepClock
 from headrace.source_lines import script_line
 
 _ENGINE = "headrace.engine.engine"
+#: Of so many optimizers that have gone, the last, the times of their steps are kept.
+_MAX_CLOCKS_KEPT = 16
 
 
 class SpeedUpSession:
@@ -38,8 +41,9 @@ class SpeedUpSession:
         self._process = os.getpid()
         self._devices: dict[torch.device, Device | None] = {}
         self._known: WeakKeyDictionary[Any, Part | None] = WeakKeyDictionary()
-        self.parts: list[Part] = []
-        self.times: WeakKeyDictionary[Any, StepClock] = WeakKeyDictionary()
+        self.parts = ScriptParts()
+        self._clocks: WeakKeyDictionary[Any, StepClock] = WeakKeyDictionary()
+        self._clocks_kept: deque[StepClock] = deque(maxlen=_MAX_CLOCKS_KEPT)
         #: How many optimizer steps there were, on the CPU and on the device.
         self.cpu_steps = self.device_steps = 0
         self._is_adding = False
@@ -68,6 +72,11 @@ class SpeedUpSession:
     def devices(self) -> list[Device]:
         """The accelerators that the script has trained on."""
         return [one for one in self._devices.values() if one is not None]
+
+    @property
+    def clocks(self) -> list[StepClock]:
+        """The times of the optimizers' steps."""
+        return [*self._clocks_kept, *self._clocks.values()]
 
     # --- what the script does ---------------------------------------------------------------------
 
@@ -111,17 +120,20 @@ class SpeedUpSession:
         if is_sped_up(one):
             self._known[one] = None
             return
+        if kind == "model":
+            self.parts.free_dropped()
         part = self._known[one] = Part(kind, self._name(one), script_line(), why=why)
-        self.parts.append(part)
-        if why is not None:
-            return
-        compiles = self.settings.compile and kind == "model"
+        if why is None:
+            self._speed_up(part, one, device)
+        self.parts.add(part)
+
+    def _speed_up(self, part: Part, one: Any, device: Device) -> None:
         self._is_adding = True
         try:
             handle = speed_up(
                 one,
                 device=device,
-                compile=compiles,
+                compile=self.settings.compile and part.kind == "model",
                 after=self.settings.after,
                 check=self.settings.check,
             )
@@ -135,7 +147,7 @@ class SpeedUpSession:
 
     def _name(self, one: object) -> str:
         kind = type(one).__name__
-        same = sum(part.name.partition(" ")[0] == kind for part in self.parts)
+        same = sum(part.name.partition(" ")[0] == kind for part in self.parts.all)
         return f"{kind} {same + 1}" if same else kind
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -146,23 +158,28 @@ class SpeedUpSession:
             self.device_steps += 1
             self.loaders.training_begins()
             self._look()
-            times = self.times.get(optimizer)
-            if times is None:
-                times = self.times[optimizer] = StepClock(device, self.settings.after - 1)
-            times.ended(counts_of(self.parts))
+            clock = self._clocks.get(optimizer)
+            if clock is None:
+                clock = self._clocks[optimizer] = StepClock(device, self.settings.after - 1)
+                finalize(optimizer, self._keep, clock)
+            clock.ended(self.parts.counts())
+
+    def _keep(self, clock: StepClock) -> None:
+        """Its optimizer has gone."""
+        if clock.is_timed:
+            self._clocks_kept.append(clock)
 
     def _look(self) -> None:
         """Tell what has been captured, or cannot be, since the last look."""
-        for part in self.parts:
-            for news in part.news():
-                self._tell(news)
+        for news in self.parts.news():
+            self._tell(news)
 
     def _on_log(self, text: str) -> None:
         """A warning of the package's. What says why a part cannot be captured is told once."""
         if self._is_adding:  # the part says it itself
             return
         self._look()
-        whys = (piece.why for part in self.parts for _, piece in part.pieces())
+        whys = (piece.why for part in self.parts.all for _, piece in part.pieces())
         if not any(why is not None and text.endswith(why) for why in whys):
             self._tell(text)
 

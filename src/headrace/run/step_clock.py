@@ -61,6 +61,11 @@ class StepClock:
             return None
         return self._after if now.unsettled == before.unsettled else None
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether there are times before and after."""
+        return bool(self._before and self._after)
+
     def medians(self) -> tuple[float | None, float | None]:
         """Milliseconds of a step before and after; None if there were too few. The device must be
         idle."""
