@@ -112,7 +112,7 @@ def run_as_python(
         with _replacement_told():
             exit_code: int | None = _run(program, as_module, stays=True)
     except KeyboardInterrupt as problem:
-        _print_error(problem)
+        print_error(problem)
         exit_code = None
     finally:
         os._exit = original
@@ -135,12 +135,12 @@ def _run(program: str, as_module: bool, *, stays: bool = False) -> int:
     except SystemExit as end:
         return _exit_code(end.code)
     except BaseException as problem:
-        _print_error(problem)
+        print_error(problem)
         return 1
     return 0
 
 
-def _print_error(problem: BaseException) -> None:
+def print_error(problem: BaseException) -> None:
     """Print an error of the program's as Python does. Frames that are not the program's are left
     out: an error of the compiler has none, and one of `-m` is a single line."""
     cleared: set[int] = set()
@@ -440,4 +440,4 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _runs_programs(file: str) -> bool:
-    return file == __file__ or file.startswith("<frozen ")
+    return file == __file__ or file.startswith(("<frozen ", *_WATCHING))

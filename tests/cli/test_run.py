@@ -79,6 +79,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "package" / "__init__.py").write_text("NAME = 'inner'\n", encoding="utf-8")
     inner = "from . import NAME\nimport sys\nprint(NAME, __spec__.name, sys.argv, sys.path[0])\n"
     (tmp_path / "package" / "train.py").write_text(inner, encoding="utf-8")
+    interrupted = "import os, signal\nprint('begun')\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "interrupted.py").write_text(interrupted, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -99,6 +101,10 @@ def test_a_script_ends_as_with_python(folder: Path, what: str) -> None:
     assert ended("-m", "headrace", "run", "script.py", what) == plain
     now = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert now == files
+
+
+def test_ctrl_c_under_fake_ends_a_script_as_with_python(folder: Path) -> None:
+    assert ended("-m", "headrace", "run", "--fake", "interrupted.py") == ended("interrupted.py")
 
 
 def test_modules_run_as_with_python(folder: Path) -> None:

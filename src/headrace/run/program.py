@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headrace.main_program import ProgramTerminated, require_program, run_as_main, run_as_python
+from headrace.main_program import (
+    ProgramTerminated,
+    print_error,
+    require_program,
+    run_as_main,
+    run_as_python,
+)
 from headrace.run.settings import RunSettings
 from headrace.run.when_imported import when_imported
 
@@ -57,12 +64,18 @@ def run_sped_up(
 
 
 def _run_inside(program: str, arguments: Sequence[str], as_module: bool) -> int | None:
-    """Run a program in a process that goes on. Returns its exit code; None after Ctrl-C."""
+    """Run a program in a process that goes on. Returns its exit code; None after Ctrl-C, whose
+    traceback has been printed."""
     try:
         return run_as_main(program, arguments, as_module=as_module)
     except ProgramTerminated as end:
         return end.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as problem:
+        print_error(problem)
+        # PyTorch's compiler, which the fake device loads, imports it at exit. That runs code from
+        # text, after which Python no longer knows that Ctrl-C has ended it.
+        with suppress(ImportError):
+            import_module("tabulate")
         return None
 
 
