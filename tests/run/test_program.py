@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ class Ended:
 
 
 @pytest.fixture
-def both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Run a script as it is, then sped up, and require the same output and exit code."""
 
     def run(script: str, *arguments: str, **settings: Any) -> Ended:
@@ -93,7 +95,8 @@ def both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         assert ended.result.races == len(plain.findings) == 0
         return ended
 
-    return run
+    yield run
+    gc.collect()  # a script's names, and what they hold: persistent workers too
 
 
 LOOP = """

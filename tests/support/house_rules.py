@@ -10,7 +10,7 @@ TESTED_IN = {
     "capture/test_graphed_model.py": (
         *("capture/backward_watch.py", "capture/gradients.py", "capture/memory.py"),
         *("capture/nested.py", "capture/report.py", "capture/captured_model.py"),
-        *("capture/lanes.py", "capture/model_backward.py"),
+        "capture/lanes.py",
         *("capture/model_capture.py", "capture/model_state.py", "capture/model_trials.py"),
         "capture/waiting_call.py",
     ),

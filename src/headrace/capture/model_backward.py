@@ -192,4 +192,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, *gradients: torch.Tensor | None) -> Any:
         ctx.saved_tensors  # noqa: B018  raises if it has been freed
-        return None, None, None, None, *ctx.run(gradients)
+        found = ctx.run(gradients)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            del ctx.run  # a loss that is kept does not keep the model
+        return None, None, None, None, *found
