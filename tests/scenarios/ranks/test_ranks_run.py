@@ -31,7 +31,15 @@ for _ in range(12):
 print([float(p.detach().double().sum()) for p in net.parameters()])
 dist.destroy_process_group()
 """
-PLAIN = "import sys; del sys.argv[0]; exec(open(sys.argv[0], encoding='utf-8').read())"
+# As with `python`, what the script holds lives to the end: a process group that is deleted waits
+# for its threads, and they may wait for Python.
+PLAIN = """
+import sys
+del sys.argv[0]
+sys.script = {"__name__": "__main__"}
+with open(sys.argv[0], encoding="utf-8") as file:
+    exec(file.read(), sys.script)
+"""
 
 
 def trained(code: str, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
