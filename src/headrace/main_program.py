@@ -149,7 +149,7 @@ def print_error(problem: BaseException) -> None:
         one = pending.pop()
         if one is not None and id(one) not in cleared:
             cleared.add(id(one))
-            one.__traceback__ = _users_part(one.__traceback__)
+            one.__traceback__ = users_part(one.__traceback__)
             pending += [one.__cause__, one.__context__]
     inside = problem.__traceback__
     if inside is None and isinstance(problem, ImportError):  # no code of the program's has run
@@ -417,7 +417,7 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
+def users_part(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames that ran the program and those that watch what it calls; None
     if there are no others."""
     entries: list[TracebackType] = []

@@ -234,3 +234,26 @@ def test_models_that_are_trained_in_turn_are_freed_in_turn(both: Any) -> None:
     assert list(replays) == ["Net", "AdamW", "Net 2", "AdamW 2", "Net 3", "AdamW 3"]
     assert min(replays.values()) > 0
     assert len(set(replays.values())) == 2
+
+
+def test_a_traceback_that_the_script_prints_has_no_frames_of_ours(both: Any) -> None:
+    ended = both("""
+        import logging, traceback
+
+        class Failing(Net):
+            def forward(self, x, fail):
+                if fail:
+                    raise ValueError("a bad batch")
+                return self.body(x)
+
+        net = Failing().to(device)
+        for step in range(6):
+            try:
+                net(torch.randn(4, 4, device=device), fail=step % 2).sum().backward()
+            except ValueError as problem:
+                logging.exception("failed")
+                traceback.print_exc()
+                traceback.print_tb(problem.__traceback__)
+                print(traceback.format_exc(), traceback.extract_tb(problem.__traceback__))
+    """)
+    assert ended.result.parts[0].name == "Failing"

@@ -16,6 +16,7 @@ from headrace.main_program import (
     run_as_python,
 )
 from headrace.run.settings import RunSettings
+from headrace.run.tracebacks import users_tracebacks
 from headrace.run.when_imported import when_imported
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class _SpedUpRun:
     @contextmanager
     def watching(self, device: Any) -> Iterator[None]:
         self._given = device
-        with when_imported("torch", self._begin):
+        with users_tracebacks(), when_imported("torch", self._begin):
             try:
                 yield
             finally:
