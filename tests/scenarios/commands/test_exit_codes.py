@@ -32,7 +32,6 @@ TYPED_WRONG = [
     "run --only nope bad.tsv",
     "watch",
     "watch missing",
-    "watch empty",
     "train --lr -1",
     "train --epochs many",
     "train missing.tsv",
