@@ -134,10 +134,9 @@ def test_a_value_that_changes_later_is_found_by_a_check(capturing: Device, tmp_p
 @pytest.mark.parametrize("waits_by_itself", [False, True])
 def test_a_copy_is_excused_with_its_wait(waits_by_itself: bool) -> None:
     """CUDA reports the wait of a copy when the user's call returns, after the copy was noted."""
-    copies = torch.ops.aten._to_copy.default
     with FakeDevice() as device:
         constants, source = HostConstants(device), torch.ones(3)
-        constants.note(copies, (source,), source.to(device.torch_device))
+        constants.note(source, source.to(device.torch_device))
         site = users_line()
     site = Site(site.file, site.line - 1)
     met = [host_copy(site), host_wait(site)]
@@ -149,6 +148,6 @@ def test_a_copy_is_excused_with_its_wait(waits_by_itself: bool) -> None:
 def test_what_is_copied_without_a_wait_is_no_constant() -> None:
     with FakeDevice() as device:
         constants, source = HostConstants(device), torch.ones(3)
-        constants.note(torch.ops.aten._to_copy.default, (source,), source.to(device.torch_device))
+        constants.note(source, source.to(device.torch_device))
     assert constants.excuse([]) == []
     assert constants.values == []

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.device import Device, Obstacle
+from headrace.device import Device, Obstacle, copied_tensor
 from headrace.errors import CaptureError
 from headrace.source_lines import Site, users_line
 
-_COPIES = ("aten::copy_", "aten::_to_copy")
 _MAX_BYTES = 65_536
 
 
@@ -43,17 +42,18 @@ class HostConstants:
         self._device = device
         self._found: list[_Copy] = []
 
-    def is_copy(self, func: Any, args: Any) -> bool:
-        """Whether an operation copies from the host, to the host or to the device."""
-        if func._schema.name not in _COPIES:
-            return False
-        source = _source(func, args)
-        return source.is_cpu and not self._device.holds(source) and source.nbytes <= _MAX_BYTES
+    def copied(self, func: Any, args: Any) -> torch.Tensor | None:
+        """The tensor that an operation copies from the host, to the host or to the device; None if
+        it copies none."""
+        source = copied_tensor(func, args)
+        if source is None or not source.is_cpu or self._device.holds(source):
+            return None
+        return source if source.nbytes <= _MAX_BYTES else None
 
-    def note(self, func: Any, args: Any, result: Any) -> None:
-        """Such an operation has run."""
+    def note(self, source: torch.Tensor, result: Any) -> None:
+        """A tensor of the host has been copied."""
         value = result.detach().clone() if self._device.holds(result) else None
-        self._found.append(_Copy(_content(_source(func, args)), value, users_line()))
+        self._found.append(_Copy(_content(source), value, users_line()))
 
     def excuse(self, obstacles: Sequence[Obstacle]) -> list[Obstacle]:
         """Those of the obstacles that the run met which remain if a graph has the values on the
@@ -114,18 +114,13 @@ class _FromDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        value = None
-        if self._constants.is_copy(func, args):
-            value = self._constants.value_of(self.copies, _source(func, args))
+        value, source = None, self._constants.copied(func, args)
+        if source is not None:
+            value = self._constants.value_of(self.copies, source)
             self.copies += 1
         if value is None:
             return func(*args, **(kwargs or {}))
         return args[0].copy_(value) if func._schema.name == "aten::copy_" else value.clone()
-
-
-def _source(func: Any, args: Any) -> torch.Tensor:
-    source: torch.Tensor = args[1] if func._schema.name == "aten::copy_" else args[0]
-    return source
 
 
 def _content(source: torch.Tensor) -> bytes:

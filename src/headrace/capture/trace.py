@@ -210,8 +210,8 @@ class StepTracer(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         constants = self.trace.host_constants
-        if constants is not None and constants.is_copy(func, args):
-            constants.note(func, args, result)
+        if constants is not None and (source := constants.copied(func, args)) is not None:
+            constants.note(source, result)
         return result
 
     def forward_ends(self, returned: dict[str, float]) -> None:

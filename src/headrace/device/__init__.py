@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.device.graph import host_copy as host_copy
     from headrace.device.graph import host_wait as host_wait
     from headrace.device.graph import torch_draw as torch_draw
+    from headrace.device.host_activity import copied_tensor as copied_tensor
     from headrace.device.host_activity import noting_host_draws as noting_host_draws
     from headrace.device.host_operators import HostOperator as HostOperator
     from headrace.device.host_operators import profiled_operators as profiled_operators

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 _COPIES = ("aten::copy_", "aten::_to_copy")
 
 
+def copied_tensor(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The tensor that an operation copies; None if it is no copy."""
+    if func._schema.name not in _COPIES:
+        return None
+    source: torch.Tensor = args[1] if func._schema.name == "aten::copy_" else args[0]
+    return source
+
+
 class HostActivity(TorchDispatchMode):
     """Appends to `found` what the block does on the host that a graph could not repeat.
 
@@ -54,8 +62,8 @@ class HostActivity(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in _COPIES:
-            source = args[1] if func._schema.name == "aten::copy_" else args[0]
+        source = copied_tensor(func, args)
+        if source is not None:
             if source.is_cpu and source.numel() and self._device.holds(result):
                 self._found.append(host_copy(users_line()))
         elif torch.Tag.nondeterministic_seeded in func.tags and _all_on_host(result):
