@@ -227,7 +227,7 @@ def test_one_place_runs_forward_and_backward() -> None:
     """Of a batch: `EagerStep`."""
     calling = {
         path.name
-        for path in PACKAGE.glob("engine/*.py")
+        for path in PACKAGE.glob("engine/**/*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parts.backward")
     }

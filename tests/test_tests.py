@@ -24,7 +24,7 @@ OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
     "diagnosis/test_recorded_traces.py": "breakdown.py and what_if.py, on traces of a GPU",
     "engine/test_outputs.py": "engine.py: outputs, on_update and lr",
-    "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
+    "engine/graphs/test_step_graphs_changes.py": "step_graphs.py, where the user changes things",
     "fake/test_capture.py": "graphs.py: what a capture refuses",
     "races/test_cuda_programs.py": "the checker on the programs of support/races/cuda_programs.txt",
     "fake/test_fake_cuda.py": "cuda/: what PyTorch says and does inside `fake_cuda()`",

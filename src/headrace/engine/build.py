@@ -29,36 +29,20 @@ from headrace.data import (
     first_of,
 )
 from headrace.device import Device, deterministic_kernels
-from headrace.engine.accelerate_wrappers import unwrap_optimizer
-from headrace.engine.carry import CarriedState, Carry
-from headrace.engine.clipping import Clipping
-from headrace.engine.compiled import CompiledLoss, CompileReport, compile_obstacle
-from headrace.engine.deferred import DeferredScalars, SummedScalars
-from headrace.engine.ema import Ema
-from headrace.engine.forward import Forward, LossFunction
-from headrace.engine.function_ladder import FunctionLadder
-from headrace.engine.graph_state import release_graph_state
-from headrace.engine.group import Group
-from headrace.engine.halving import HalvingStep, require_halvable
-from headrace.engine.host_sync import HostSync
-from headrace.engine.ladder import GraphedStep, Ladder
-from headrace.engine.lanes import Lanes
-from headrace.engine.loop import Observers, Pass, Stages, Window
-from headrace.engine.loss_function import require_loss_function
-from headrace.engine.nonfinite import NonFinitePolicy, UpdateGuard
-from headrace.engine.recorder import HoldingRecorder, Recorder
-from headrace.engine.restoring import RestoringStep, SavedBuffers
-from headrace.engine.resume import Start
-from headrace.engine.run_ahead import RunAhead
-from headrace.engine.schedules import (
-    LearningRateFunction,
-    Schedule,
-    Scheduler,
-    SchedulerInterval,
-    schedule_of,
-)
+from headrace.engine.graphs.function_ladder import FunctionLadder
+from headrace.engine.graphs.graph_state import release_graph_state
+from headrace.engine.graphs.ladder import GraphedStep, Ladder
+from headrace.engine.loop.loop import Observers, Pass, Stages, Window
+from headrace.engine.loop.recorder import HoldingRecorder, Recorder
+from headrace.engine.loss.carry import CarriedState, Carry
+from headrace.engine.loss.compiled import CompiledLoss, CompileReport, compile_obstacle
+from headrace.engine.loss.forward import Forward, LossFunction
+from headrace.engine.loss.loss_function import require_loss_function
 from headrace.engine.stages import Progress, Standing, Step
-from headrace.engine.step import (
+from headrace.engine.state.resume import Start
+from headrace.engine.step.halving import HalvingStep, require_halvable
+from headrace.engine.step.restoring import RestoringStep, SavedBuffers
+from headrace.engine.step.step import (
     EagerStep,
     EvaluationStep,
     StepFunction,
@@ -66,7 +50,23 @@ from headrace.engine.step import (
     UpdateCount,
     UserStep,
 )
-from headrace.engine.update import Update
+from headrace.engine.streams.host_sync import HostSync
+from headrace.engine.streams.lanes import Lanes
+from headrace.engine.streams.run_ahead import RunAhead
+from headrace.engine.update.accelerate_wrappers import unwrap_optimizer
+from headrace.engine.update.clipping import Clipping
+from headrace.engine.update.ema import Ema
+from headrace.engine.update.group import Group
+from headrace.engine.update.nonfinite import NonFinitePolicy, UpdateGuard
+from headrace.engine.update.schedules import (
+    LearningRateFunction,
+    Schedule,
+    Scheduler,
+    SchedulerInterval,
+    schedule_of,
+)
+from headrace.engine.update.update import Update
+from headrace.engine.values.deferred import DeferredScalars, SummedScalars
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, close_before_group, parallelism_of, ranks_of, unwrap
 from headrace.plan import Plan

@@ -13,12 +13,10 @@ import torch
 from headrace.capture import GraphReport
 from headrace.device import Device, available_devices, open_device
 from headrace.engine.build import ModelStepBuilder, UserStepBuilder
-from headrace.engine.compiled import CompileReport
-from headrace.engine.deferred import DeferredValues
-from headrace.engine.ema import Ema
-from headrace.engine.forward import LossFunction
-from headrace.engine.nonfinite import NonFinitePolicy
-from headrace.engine.open_loop import Steps
+from headrace.engine.loop.open_loop import Steps
+from headrace.engine.loop.results import EpochResult
+from headrace.engine.loss.compiled import CompileReport
+from headrace.engine.loss.forward import LossFunction
 from headrace.engine.options import (
     EngineOptions,
     Hook,
@@ -28,10 +26,12 @@ from headrace.engine.options import (
     OnProgress,
     OnValues,
 )
-from headrace.engine.results import EpochResult
-from headrace.engine.schedules import LearningRateFunction, Scheduler, SchedulerInterval
-from headrace.engine.step import StepFunction
+from headrace.engine.step.step import StepFunction
 from headrace.engine.training import PlannedTraining
+from headrace.engine.update.ema import Ema
+from headrace.engine.update.nonfinite import NonFinitePolicy
+from headrace.engine.update.schedules import LearningRateFunction, Scheduler, SchedulerInterval
+from headrace.engine.values.deferred import DeferredValues
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of
 from headrace.plan import Plan

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from headrace.device import Device
-from headrace.engine.loop import Observers
-from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
-from headrace.engine.results import EpochResult
-from headrace.engine.schedules import Schedule
+from headrace.engine.loop.loop import Observers
+from headrace.engine.loop.results import EpochResult
 from headrace.engine.stages import Progress
+from headrace.engine.update.nonfinite import NonFinitePolicy, NonFiniteWatch
+from headrace.engine.update.schedules import Schedule
 
 OnProgress = Callable[[Progress], object] | None
 OnValues = Callable[[int, dict[str, float]], object] | None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headrace.data import BatchCache
 from headrace.engine.build import PassOptions, StepBuilder
-from headrace.engine.compiled import CompileReport
+from headrace.engine.loss.compiled import CompileReport
 from headrace.engine.options import EngineOptions
 from headrace.plan import PLAN_VARIABLE, Plan, effective_plan
 

@@ -1,5 +1,4 @@
-"""The training behind an engine: opens passes, runs them, and keeps what lasts from one to the
-next: plan, position, counters."""
+"""The training behind an engine: opens and runs passes, and keeps plan, position and counters."""
 
 from __future__ import annotations
 
@@ -13,16 +12,17 @@ from typing import Any
 import torch
 
 from headrace.data import UsedIterators, explain_no_batch, unwrap_prefetcher
-from headrace.engine import memory_error, stored_state
 from headrace.engine.build import StepBuilder, open_pass
-from headrace.engine.loop import Observers, Pass
-from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
-from headrace.engine.open_loop import OpenLoop, Steps
+from headrace.engine.loop.loop import Observers, Pass
+from headrace.engine.loop.open_loop import OpenLoop, Steps
+from headrace.engine.loop.results import EpochResult
 from headrace.engine.options import EngineOptions, Hooks, OnOutputs
 from headrace.engine.plan_in_use import PlanInUse
-from headrace.engine.results import EpochResult
-from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
 from headrace.engine.stages import Progress
+from headrace.engine.state import stored_state
+from headrace.engine.state.resume import PositionTracker, Start, set_loader_epoch
+from headrace.engine.step import memory_error
+from headrace.engine.update.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.errors import StepError
 from headrace.parallel import eval_mode
 from headrace.plan import Plan

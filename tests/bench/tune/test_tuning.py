@@ -202,7 +202,9 @@ class TestMeasuring:
     ) -> None:
         """A step that reads a value back is launched one by one until its parts are captured."""
         if not has_parts:
-            monkeypatch.setattr("headrace.engine.ladder.Ladder._has_parts", lambda ladder: False)
+            monkeypatch.setattr(
+                "headrace.engine.graphs.ladder.Ladder._has_parts", lambda ladder: False
+            )
         with FakeDevice(costs=FREE) as fake:
             made = made_up(fake).build()
 

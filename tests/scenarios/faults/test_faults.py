@@ -569,7 +569,7 @@ class TestHang:
             "training has been waiting for 'run_ahead'",
             "default has pending work",
             "--- training",
-            "engine/run_ahead.py",
+            "engine/streams/run_ahead.py",
         ):
             assert part in text, text
         assert "no progress for 61 s" in told.getvalue()

@@ -16,8 +16,8 @@ import torch
 from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
 from headrace.engine import Engine, Progress
-from headrace.engine.deferred import _Block
-from headrace.engine.restoring import SavedBuffers
+from headrace.engine.step.restoring import SavedBuffers
+from headrace.engine.values.deferred import _Block
 from headrace.errors import NonFiniteError
 from headrace.fake import FakeDevice
 from support.training.engines import bad_batches, data, loss, make_engine, make_model, same, weights

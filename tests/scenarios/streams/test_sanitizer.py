@@ -66,7 +66,7 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
             ],
             "cuda",
         ),
-        (["tests/data/test_prefetcher.py", "tests/engine/test_deferred.py"], "cuda"),
+        (["tests/data/test_prefetcher.py", "tests/engine/values/test_deferred.py"], "cuda"),
         (
             ["tests/engine/test_engine.py"],
             "cuda and not graph and (TestSameLosses or TestLoop or TestEvaluate)",

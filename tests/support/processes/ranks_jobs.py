@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensor_file
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.engine.graph_obstacles import capture_obstacle
+from headrace.engine.graphs.graph_obstacles import capture_obstacle
 from headrace.errors import CheckpointError, StepError
 from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sync
 from headrace.parallel.models import full_tensor

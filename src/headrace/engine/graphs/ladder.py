@@ -1,0 +1,186 @@
+"""How the engine's step runs: the highest rung that carries it.
+
+    whole step   forward, loss, backward, clipping and update as one graph
+    parts        the model's forward and backward, and the optimizer's step
+    children     those of the model's children that can be captured, where the whole model cannot
+    eager        kernel by kernel
+
+A step that cannot be captured as a whole is left to `speed_up`, which captures its parts and
+divides the model where it must. With `graphs="auto"` the rung that was found is compared with the
+eager step on real batches, in turns, and kept if it is faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.capture import GraphReport, SpeedUp, Turns, rounding_when_captured, speed_up
+from headrace.data import Fetched
+from headrace.engine.graphs.step_graphs import StepGraphs
+from headrace.engine.loss.compiled import CompiledLoss
+from headrace.engine.stages import Finished, Launched, Standing
+from headrace.engine.step.step import EagerStep, StepParts
+from headrace.plan import Plan
+
+log = logging.getLogger("headrace")
+
+
+class GraphedStep:
+    """A step that runs as its ladder says. Weightless batches, which only keep the ranks in step,
+    go to the `eager` step."""
+
+    def __init__(self, eager: EagerStep, ladder: Ladder) -> None:
+        self._eager, self._ladder = eager, ladder
+        ladder.begin_pass()
+
+    def __call__(self, fetched: Fetched) -> Launched:
+        if fetched.weightless:
+            return self._eager(fetched)
+        lanes = self._eager.lanes
+        with lanes.on(lanes.forward, "step"):
+            return self._ladder.train(fetched, self._eager)
+
+    def finish(self) -> Finished | None:
+        lanes = self._eager.lanes
+        with lanes.on(lanes.backward):
+            self._ladder.end_pass()
+        return self._eager.finish()
+
+    def recover(self, counted: Standing) -> bool:
+        return self._eager.recover(counted)
+
+
+class Ladder:
+    """The graphs of one training step under one plan. They stay from pass to pass."""
+
+    def __init__(self, parts: StepParts, plan: Plan) -> None:
+        self._parts, self._plan = parts, plan
+        self._whole = StepGraphs(parts, plan)
+        #: The step's parts as graphs, if the whole step cannot be captured.
+        self._by_parts: SpeedUp | None = None
+        # Whether code that asks is told that it is captured, as in the run that this one continues.
+        self._as_captured = False
+        self._turns = Turns(parts.device) if plan.graphs == "auto" else None
+
+    def train(self, fetched: Fetched, eager: EagerStep) -> Launched:
+        """Train on one batch, on the current stream."""
+        uses_graphs = self._turns is None or self._turns.begin()
+        if self._whole.why is None:
+            train = self._whole.train if uses_graphs else self._whole.train_eagerly
+            launched = train(fetched, eager)
+            replayed = launched.replayed
+        else:
+            launched, replayed = self._train_by_parts(fetched, eager, uses_graphs)
+        if self._turns is not None and self._turns.end(replayed=replayed):
+            log.info("plan %s: %s", self._plan.name, self._turns.decision)
+            self._apply(self._turns)
+        return launched
+
+    def begin_pass(self) -> None:
+        if self._turns is not None:
+            self._turns.begin_pass()
+
+    def end_pass(self) -> None:
+        """Call before a last partial group is updated."""
+        if self._parts.group.is_open:
+            self._whole.drop_unreached_gradients()
+        if self._turns is not None:
+            self._turns.pause()
+
+    def report(self) -> GraphReport:
+        found = self._whole.report()
+        parts = None if self._by_parts is None else self._by_parts.report()
+        decision = None if self._turns is None else self._turns.decision
+        way = found.way if parts is None else parts.way
+        return replace(found, way=way, parts=parts, decision=decision)
+
+    def close(self) -> None:
+        """Drop all graphs. What can be captured is captured again when it is due."""
+        self._whole.close()
+        self._close_parts()
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `graphs="auto"` has decided, since a run that continues must not search again, and
+        what later bits depend on."""
+        turns = self._turns
+        return {
+            "pays": None if turns is None else turns.pays,
+            "decision": None if turns is None else turns.decision,
+            "not_whole": self._whole.why,
+            "parts_as_captured": (
+                self._as_captured if self._by_parts is None else self._by_parts.answers_as_captured
+            ),
+            **self._whole.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the decision, and drop all graphs: the optimizer has another state by now."""
+        self._close_parts()
+        self._whole.load_state_dict(state)
+        self._as_captured = state is not None and bool(state.get("parts_as_captured"))
+        if self._turns is None or state is None or state["pays"] is None:
+            return
+        if self._whole.why is None and (why := state.get("not_whole")) is not None:
+            self._whole.give_up(why)
+        self._turns.restore(pays=state["pays"], decision=state["decision"])
+        self._apply(self._turns)
+
+    # --- below the whole step ---------------------------------------------------------------------
+
+    def _train_by_parts(
+        self, fetched: Fetched, eager: EagerStep, uses_graphs: bool
+    ) -> tuple[Launched, bool]:
+        if self._by_parts is None and uses_graphs and self._has_parts():
+            self._by_parts = self._speed_up()
+        if self._by_parts is None:
+            return eager(fetched), False
+        self._by_parts.use_graphs(uses_graphs)
+        if self._turns is None or self._turns.pays is not None:
+            return eager(fetched), False
+        before = self._by_parts.replays
+        launched = eager(fetched)
+        return launched, self._by_parts.replays > before
+
+    def _has_parts(self) -> bool:
+        """Whether parts could be captured: ranks average gradients in hooks, and compiled code
+        contains the model."""
+        loss = self._parts.forward.loss
+        is_compiled = isinstance(loss, CompiledLoss) and loss.why_uncompiled is None
+        return self._parts.parallelism == "plain" and not is_compiled
+
+    def _speed_up(self) -> SpeedUp:
+        parts, plan = self._parts, self._plan
+        made = speed_up(
+            *(parts.model, *((parts.optimizer,) if self._may_capture_update() else ())),
+            device=parts.device,
+            after=plan.graph_after,
+            shapes=plan.graph_shapes,
+            recheck=plan.recheck,
+        )
+        if self._as_captured:
+            made.answer_as_captured()
+        # An engine that is forgotten leaves its model as it was.
+        weakref.finalize(self, made.close)
+        return made
+
+    def _may_capture_update(self) -> bool:
+        """Whether the update may be captured: with the same bits, if nobody has asked for it."""
+        return self._turns is None or rounding_when_captured(self._parts.optimizer) is None
+
+    def _close_parts(self) -> None:
+        if self._by_parts is not None:
+            self._by_parts.close()
+            self._by_parts = None
+
+    def _apply(self, turns: Turns) -> None:
+        """Drop all graphs if they do not pay."""
+        if not turns.pays:
+            self._close_parts()
+            if self._whole.why is None:
+                self._whole.give_up(str(turns.decision))

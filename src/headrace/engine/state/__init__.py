@@ -1,0 +1,1 @@
+"""Where training is, stored and restored."""

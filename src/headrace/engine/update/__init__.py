@@ -1,0 +1,1 @@
+"""From gradients to changed weights: the group, clipping, update, averages and schedulers."""

@@ -1,0 +1,1 @@
+"""What a step hands back: values that are still on the device, read late and never waited for."""
