@@ -55,7 +55,7 @@ def parts_in(made: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def sped_up(module: Any, device: Device, handles: list[hr.SpeedUp]) -> Iterator[None]:
+def sped_up(module: Any, device: Device, handles: list[hr.SpeedUpHandle]) -> Iterator[None]:
     """In the block, `module.work()` returns parts that are sped up."""
     original = module.work
 
@@ -76,7 +76,7 @@ def run(
     module: Any, device: Device, steps: int, *, speed: bool, tiny: bool
 ) -> tuple[list[float], float, str]:
     """The losses of a run, ms a step over its second half, and the report."""
-    handles: list[hr.SpeedUp] = []
+    handles: list[hr.SpeedUpHandle] = []
     options = {"tiny": True} if tiny else {}
     with sped_up(module, device, handles) if speed else contextlib.nullcontext():
         losses, begun = [], 0.0

@@ -27,7 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headrace.capture import GraphReport as GraphReport
     from headrace.capture import PartReport as PartReport
-    from headrace.capture import SpeedUp as SpeedUp
+    from headrace.capture import SpeedUpHandle as SpeedUpHandle
     from headrace.capture import SpeedUpReport as SpeedUpReport
     from headrace.capture import speed_up as speed_up
     from headrace.data import BucketBatches as BucketBatches

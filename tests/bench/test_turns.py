@@ -194,7 +194,7 @@ def test_storing_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(turns.time, "monotonic", lambda: now_s[0])
     contestant = Contestant("baseline", "plan", lambda: pytest.fail("not built"))
-    taken = turns.Turns([contestant], None, store)
+    taken = turns.ContestantTurns([contestant], None, store)
     for _ in range(50):
         with taken.of(contestant, "timing"):
             now_s[0] += 1.0

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.capture.trace import StepTrace, StepTracer
+from headrace.capture.trace import OperationTrace, StepTracer
 from headrace.device import Device
 from headrace.fake import FakeDevice
 
 
-def traced(device: Device, work: Any) -> StepTrace:
+def traced(device: Device, work: Any) -> OperationTrace:
     with StepTracer(device, caller=traced.__code__) as tracer:
         work()
     return tracer.trace

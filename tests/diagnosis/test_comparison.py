@@ -16,8 +16,8 @@ from headrace.diagnosis.comparison import (
 )
 from headrace.errors import ProgramError
 from headrace.records import (
-    Comparison,
     DiagnosedLine,
+    DiagnosisComparison,
     DiagnosisResult,
     Environment,
     LineRecord,
@@ -126,7 +126,7 @@ def test_files_are_read_and_the_comparison_is_stored(tmp_path: Path) -> None:
     AFTER.write(after)
     found = compare_files(str(before), str(after))
     found.write(tmp_path / "compared.json")
-    assert Comparison.read(tmp_path / "compared.json") == found
+    assert DiagnosisComparison.read(tmp_path / "compared.json") == found
     assert found.slower == pytest.approx(0.2)
 
 

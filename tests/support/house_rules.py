@@ -201,7 +201,3 @@ LONG = {
     *("translation/decode.py", "translation/model.py", "translation/settings.py"),
     "translation/trainer.py",
 }
-
-#: Class names that stand in two modules.
-CLASSES_TWICE = {"Comparison", "Instruction", "SpeedUp", "StepTrace", "Turns", "Work"}
-CLASSES_TWICE |= {"_Block", "_Gradients", "_Operation", "_Sum"}

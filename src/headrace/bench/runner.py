@@ -32,7 +32,7 @@ from headrace.bench.peers import Peer
 from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
 from headrace.bench.plan_results import noise_of, plan_result, with_speedups
 from headrace.bench.trainable import DeviceLost, EngineTrainable, Timing, Trainable
-from headrace.bench.turns import Turns
+from headrace.bench.turns import ContestantTurns
 from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Workload
 from headrace.device import Device
@@ -99,7 +99,7 @@ class Bench:
                 so_far = self._result(contestants, missing, environment, why)
                 self.on_result(replace(so_far, interrupted=True))
 
-        turns = Turns(contestants, self.known, store)
+        turns = ContestantTurns(contestants, self.known, store)
         pool = Pool(self.device, self.warmup)
         unmeasured: str | None = None
         # Garbage collections during the measurement need not look at what exists already.
@@ -173,7 +173,9 @@ class Bench:
             count=max(1, self.compared_steps),
         )
 
-    def _compare(self, contestants: Sequence[Contestant], turns: Turns, batches: list[Any]) -> None:
+    def _compare(
+        self, contestants: Sequence[Contestant], turns: ContestantTurns, batches: list[Any]
+    ) -> None:
         if not self.compared_steps:
             return
         reference = reference_of(self.entries)
@@ -199,14 +201,16 @@ class Bench:
             with turns.of(contestant, "comparing losses"):
                 contestant.compare_losses(comparison.compare)
 
-    def _warm_up(self, contestants: Sequence[Contestant], turns: Turns, pool: Pool) -> None:
+    def _warm_up(
+        self, contestants: Sequence[Contestant], turns: ContestantTurns, pool: Pool
+    ) -> None:
         for at, contestant in enumerate(contestants):
             if contestant.error is None and len(contestant.timings) < self.repeats:
                 self.on_progress(f"warming up {contestant.name}", at / len(contestants), None)
                 with turns.of(contestant, "warming up"):
                     pool.attempt(contestant, lambda _: None)
 
-    def _time(self, contestants: Sequence[Contestant], turns: Turns, pool: Pool) -> None:
+    def _time(self, contestants: Sequence[Contestant], turns: ContestantTurns, pool: Pool) -> None:
         gc.collect()
         gc.freeze()
         began_s = time.monotonic()
@@ -232,7 +236,11 @@ class Bench:
         return whole.without(trainable.run(_SHORT_PASS))
 
     def _observe(
-        self, contestants: Sequence[Contestant], turns: Turns, pool: Pool, missing: list[str]
+        self,
+        contestants: Sequence[Contestant],
+        turns: ContestantTurns,
+        pool: Pool,
+        missing: list[str],
     ) -> None:
         """Monitor all, then profile all: a profiler slows down what runs after it."""
         timed = [

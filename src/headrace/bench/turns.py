@@ -16,7 +16,7 @@ log = logging.getLogger("headrace")
 STORING_SHARE = 0.05
 
 
-class Turns:
+class ContestantTurns:
     """The contestants of one benchmark. `store` is called after a turn, to show what is known.
 
     With `known`, they go on from what an earlier process has measured. Raises `BenchError` if that

@@ -29,7 +29,7 @@ from headrace.capture.model_calls import is_inside_a_module, watch_models, why_n
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.part import PartReport, PartTally
-from headrace.capture.parts import SpeedUp, speed_up
+from headrace.capture.parts import SpeedUpHandle, speed_up
 from headrace.capture.reading import Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.signatures import signature
@@ -53,7 +53,7 @@ __all__ = [
     "PartReport",
     "PartTally",
     "Reader",
-    "SpeedUp",
+    "SpeedUpHandle",
     "SpeedUpReport",
     "StateBeforeCapture",
     "StepState",

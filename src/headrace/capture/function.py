@@ -3,11 +3,11 @@
     key ── graph? ── yes ── replay, or at some replays: run eagerly and compare
               └───── no ─── run eagerly, watched; after two calls that agree: capture
 
-What is captured is a `Work`: the engine's training step, a step of the user's. The first calls of a
-shape run eagerly. The last two of them are watched, for what no graph can repeat (a host wait, say)
-and for differences between them. The capture runs nothing, and the call that it was made for is its
-first replay. A function that cannot be captured always runs eagerly, and the log says why, once.
-"""
+What is captured is a `Capturable`: the engine's training step, a step of the user's. The first
+calls of a shape run eagerly. The last two of them are watched, for what no graph can repeat (a host
+wait, say) and for differences between them. The capture runs nothing, and the call that it was made
+for is its first replay. A function that cannot be captured always runs eagerly, and the log says
+why, once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headrace.capture.report import (
 from headrace.capture.signatures import signature
 from headrace.capture.state import StepState, settings_of_pytorch
 from headrace.capture.trials import TracedRun, Trials
-from headrace.capture.work import Call, Outcome, Result, Work
+from headrace.capture.work import Call, Capturable, Outcome, Result
 from headrace.data import flatten_batch
 from headrace.device import Device
 from headrace.errors import CaptureError
@@ -53,7 +53,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
 
     def __init__(
         self,
-        work: Work[Call, Outcome, Result],
+        work: Capturable[Call, Outcome, Result],
         device: Device,
         *,
         plan_name: str,

@@ -49,7 +49,7 @@ class GradientBuffers:
         # Memory for what must outlive a replay: what others hold, and a backward's earlier parts.
         self._aside: dict[int, torch.Tensor] = {}
         self._partial: dict[int, torch.Tensor] = {}
-        self._sum: _Sum | None = None
+        self._sum: _GradientSum | None = None
         _all.add(self)
 
     def buffers(self) -> dict[int, torch.Tensor]:
@@ -155,7 +155,7 @@ class GradientBuffers:
             self._give_out(list(outer.numbers), outer.aside)
             outer.numbers.clear()
             outer.aside.clear()
-        self._sum = _Sum(torch._C._current_graph_task_id(), outer)
+        self._sum = _GradientSum(torch._C._current_graph_task_id(), outer)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)
 
@@ -261,11 +261,11 @@ class GradientBuffers:
         return tuple(objects), tuple(map(torch._C._storage_Use_Count, pick(self._memory)))
 
 
-class _Sum:
+class _GradientSum:
     """The gradients of one backward while it runs. `numbers` have been written, and `aside` hold
     what somebody had before. A backward inside another one has it as `outer`."""
 
-    def __init__(self, task: int, outer: _Sum | None) -> None:
+    def __init__(self, task: int, outer: _GradientSum | None) -> None:
         self.task, self.outer = task, outer
         self.numbers: dict[int, None] = {}
         self.aside: dict[int, None] = {}

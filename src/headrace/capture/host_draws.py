@@ -25,7 +25,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class _HostOperation:
     func: Any
     args: Any
     kwargs: Any
@@ -38,7 +38,7 @@ class HostDraws:
 
     def __init__(self) -> None:
         self._before = torch.get_rng_state()
-        self._operations: list[_Operation] = []
+        self._operations: list[_HostOperation] = []
         # By memory and type: a number, and the operation that made it.
         self._numbers: dict[tuple[int, torch.dtype], tuple[torch.Tensor, _Drawn]] = {}
         self._is_complete = True
@@ -62,7 +62,7 @@ class HostDraws:
         if not is_read:
             number = _Drawn(len(self._operations))
             self._numbers.setdefault(_memory(result), (result, number))
-        self._operations.append(_Operation(func, args, kwargs, result if is_read else None))
+        self._operations.append(_HostOperation(func, args, kwargs, result if is_read else None))
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the numbers."""

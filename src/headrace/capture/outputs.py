@@ -32,7 +32,7 @@ _MAX_COMPARED = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _MemoryRange:
     """A range of captured memory, and the captured tensors in it by their number."""
 
     memory: torch.Tensor
@@ -178,7 +178,7 @@ def _is_container(part: object) -> bool:
     return isinstance(part, Mapping | list | tuple) or dataclasses.is_dataclass(part)
 
 
-def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Block]:
+def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_MemoryRange]:
     """The tensors by the memory that they share."""
     by_storage: dict[int, list[int]] = {}
     for number, one in enumerate(tensors):
@@ -187,7 +187,7 @@ def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Bl
     for numbers in by_storage.values():
         first = tensors[numbers[0]]
         if len(numbers) == 1 and _is_dense(first):
-            blocks.append(_Block(first, -1, (numbers[0],)))
+            blocks.append(_MemoryRange(first, -1, (numbers[0],)))
             continue
         with_gradient = [tensors[number] for number in numbers if differentiable[number]]
         for at, one in enumerate(with_gradient):
@@ -203,7 +203,7 @@ def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Bl
             raise CaptureError(
                 "the model returns tensors of several dtypes that share memory: return a clone"
             )
-        blocks.append(_Block(memory, begin, tuple(numbers)))
+        blocks.append(_MemoryRange(memory, begin, tuple(numbers)))
     return blocks
 
 

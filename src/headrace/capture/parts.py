@@ -38,7 +38,7 @@ from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
 
 
-class SpeedUp:
+class SpeedUpHandle:
     """What `speed_up` returns. `close()` gives the model and the optimizer their own methods back,
     as the end of a `with` block does. What it was given holds it until then."""
 
@@ -147,7 +147,7 @@ class SpeedUp:
         for piece in self._pieces():
             piece.close()
 
-    def __enter__(self) -> SpeedUp:
+    def __enter__(self) -> SpeedUpHandle:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -164,7 +164,7 @@ def speed_up(
     recheck: int = 1000,
     check: int = 0,
     measure: bool = False,
-) -> SpeedUp:
+) -> SpeedUpHandle:
     """Replay models' forward and backward, and optimizers' steps, as graphs, in your own loop.
 
     Call it once before the loop, with all models and optimizers that train: nothing else changes.
@@ -209,7 +209,7 @@ def speed_up(
         off = f"{opened} captures no graphs"
     if off is not None:
         opened.warn_once(f"speed_up: {off}", "speed_up does nothing: %s", off)
-        return SpeedUp([], [], off, loader)
+        return SpeedUpHandle([], [], off, loader)
     if loader is not None and not copies_by_itself(loader):
         loader = prefetch(loader, opened)
     names = names_of((*models, *optimizers))
@@ -222,4 +222,4 @@ def speed_up(
         inner, name = optimizer_inside(one), names[id(one)]
         update = GraphedUpdate(inner, opened, name=name, after=after, check=check)
         updates.append((one, update))
-    return SpeedUp(graphed, updates, None, loader, opened if measure else None)
+    return SpeedUpHandle(graphed, updates, None, loader, opened if measure else None)

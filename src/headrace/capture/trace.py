@@ -23,7 +23,7 @@ from headrace.capture.host_draws import HostDraws
 from headrace.device import CaptureQuery, Device
 from headrace.source_lines import Site, users_line_inside
 
-__all__ = ["StepTrace", "StepTracer", "Storage", "TensorRead", "storages"]
+__all__ = ["OperationTrace", "StepTracer", "Storage", "TensorRead", "storages"]
 
 _CONSTANT_TYPES = (
     *(int, float, complex, bool, str, type(None)),
@@ -32,7 +32,7 @@ _CONSTANT_TYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class _TracedOperation:
     """One operation. `constants` are its arguments besides tensors, `shapes` are those of its
     tensors with their dtypes, `line` is the user's line that called it."""
 
@@ -41,7 +41,7 @@ class _Operation:
     shapes: tuple[Any, ...]
     line: Site | None
 
-    def same_as(self, other: _Operation) -> bool:
+    def same_as(self, other: _TracedOperation) -> bool:
         return (
             self.name == other.name
             and self.shapes == other.shapes
@@ -59,11 +59,11 @@ class TensorRead:
 
 
 @dataclass(slots=True)
-class StepTrace:
+class OperationTrace:
     """One run of a step. `read` holds memory that it read but did not make, `made` memory that it
     made."""
 
-    operations: list[_Operation] = field(default_factory=list)
+    operations: list[_TracedOperation] = field(default_factory=list)
     read: dict[Storage, TensorRead] = field(default_factory=dict)
     made: set[Storage] = field(default_factory=set)
     #: All memory that an operation had as an argument, also where operations are not recorded.
@@ -80,7 +80,7 @@ class StepTrace:
     #: What it copied from the host; None if nobody asked.
     host_constants: HostConstants | None = None
 
-    def difference(self, before: StepTrace) -> str | None:
+    def difference(self, before: OperationTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
         for now, then in zip(self.operations, before.operations, strict=False):
             if not now.same_as(then):
@@ -126,7 +126,7 @@ class StepTrace:
         return {storage for storage in self.made if not storage.expired()}
 
 
-def _difference(now: _Operation, then: _Operation) -> str:
+def _difference(now: _TracedOperation, then: _TracedOperation) -> str:
     if now.name == then.name and now.shapes == then.shapes:
         pairs = zip(now.constants, then.constants, strict=False)
         new, old = next((one, two) for one, two in pairs if repr(one) != repr(two))
@@ -152,7 +152,7 @@ class StepTracer(TorchDispatchMode):
 
     def __init__(self, device: Device, caller: CodeType, *, as_captured: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = StepTrace(as_captured=as_captured)
+        self.trace = OperationTrace(as_captured=as_captured)
         self._query = CaptureQuery(as_captured)
         self._answering: list[AbstractContextManager[None]] = []
         self._in_backward = False
@@ -250,7 +250,7 @@ class StepTracer(TorchDispatchMode):
             else:  # the type alone: the text of a storage would be all of its content
                 constants.append(type(value).__name__)
         name = str(func).removesuffix(".default").replace("aten.", "aten::")
-        self.trace.operations.append(_Operation(name, tuple(constants), tuple(shapes), line))
+        self.trace.operations.append(_TracedOperation(name, tuple(constants), tuple(shapes), line))
         return on_device
 
     def _record_read(self, tensor: torch.Tensor, line: Site | None, constants: list[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.capture.recheck import Recheck
-from headrace.capture.trace import StepTrace, StepTracer, Storage, storages
+from headrace.capture.trace import OperationTrace, StepTracer, Storage, storages
 from headrace.capture.watch import StepWatch
 from headrace.device import Device, Obstacle, torch_draw
 
@@ -29,7 +29,7 @@ class TracedRun:
     obstacles: Sequence[Obstacle] = field(default_factory=list)
 
     @property
-    def trace(self) -> StepTrace:
+    def trace(self) -> OperationTrace:
         return self.tracer.trace
 
     def allow_host_draws(self) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
-from headrace.capture.trace import StepTrace, Storage
+from headrace.capture.trace import OperationTrace, Storage
 from headrace.device import CaptureQuery, Obstacle
 
 # Give up capturing after this many batches of a shape without two in a row that agree.
@@ -46,10 +46,10 @@ class StepWatch:
     def __init__(self, first: int, last: int, *, can_deny: bool = False) -> None:
         self._first, self._last = first, last
         self._can_deny = can_deny
-        self._traces: dict[Hashable, StepTrace] = {}
+        self._traces: dict[Hashable, OperationTrace] = {}
         self._differences: Counter[Hashable] = Counter()
         #: Shapes of which two batches agreed, with the trace of the second.
-        self._agreed: dict[Hashable, StepTrace] = {}
+        self._agreed: dict[Hashable, OperationTrace] = {}
         self._made: set[Storage] = set()
         #: Whether trials are told that they are being captured, because a trial has asked.
         self.as_captured = False
@@ -91,7 +91,11 @@ class StepWatch:
         return self._agreed[key].host_constants
 
     def difference(
-        self, key: Hashable, trace: StepTrace, obstacles: Sequence[Obstacle], known: set[Storage]
+        self,
+        key: Hashable,
+        trace: OperationTrace,
+        obstacles: Sequence[Obstacle],
+        known: set[Storage],
     ) -> str | None:
         """What a batch did otherwise than those that the shape was captured after; None if it did
         the same."""
@@ -103,7 +107,7 @@ class StepWatch:
     def learn(
         self,
         key: Hashable,
-        trace: StepTrace,
+        trace: OperationTrace,
         obstacles: Sequence[Obstacle],
         known: set[Storage],
         *,
@@ -143,7 +147,7 @@ class StepWatch:
             self._made = {storage for storage in made if not storage.expired()}
         return self._compare(key, trace)
 
-    def _compare(self, key: Hashable, trace: StepTrace) -> str | None:
+    def _compare(self, key: Hashable, trace: OperationTrace) -> str | None:
         """Compare with the shape's previous batch. If they agree, the shape may be captured."""
         before = self._traces.pop(key, None)
         difference = None if before is None else trace.difference(before)

@@ -1,4 +1,4 @@
-"""`Work`: what a `CapturedFunction` captures, as it sees it."""
+"""`Capturable`: what a `CapturedFunction` captures, as it sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Outcome = TypeVar("Outcome")
 Result = TypeVar("Result", covariant=True)
 
 
-class Work(Protocol[Call, Outcome, Result]):
+class Capturable(Protocol[Call, Outcome, Result]):
     """What is captured. A `call` is whatever the function is called with."""
 
     def tree(self, call: Call) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from headrace.diagnosis.script import Limit, parse_conditions
 from headrace.errors import ProgramError, ReportError
 from headrace.records import (
-    Comparison,
     DiagnosedLine,
+    DiagnosisComparison,
     DiagnosisResult,
     LineChange,
     PartChange,
@@ -27,7 +27,7 @@ _CONDITIONS = ("device_name", "torch", "python", "cpu", "driver")
 _WAITS = 0.05
 
 
-def compare_files(before: str, after: str) -> Comparison:
+def compare_files(before: str, after: str) -> DiagnosisComparison:
     return compare(_read(before), _read(after), before, after)
 
 
@@ -42,7 +42,7 @@ def _read(path: str) -> DiagnosisResult:
 
 def compare(
     before: DiagnosisResult, after: DiagnosisResult, from_file: str = "", to_file: str = ""
-) -> Comparison:
+) -> DiagnosisComparison:
     """What changed between two results."""
     slower = noise = None
     if before.step_ms and after.step_ms:
@@ -56,7 +56,7 @@ def compare(
             for name in TimeParts.__slots__
         )
     lines = tuple(_lines(before, after, (noise or 0.0) * (before.step_ms or 0.0)))
-    return Comparison(
+    return DiagnosisComparison(
         before=from_file,
         after=to_file,
         verdict=tuple(_verdict(before, after, slower, noise, parts)),
@@ -164,7 +164,7 @@ def _by_code(result: DiagnosisResult) -> dict[Line, _Sum]:
 # --- as text, and for CI --------------------------------------------------------------------------
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(found: DiagnosisComparison) -> str:
     """The whole screen."""
     texts = ["\n".join(found.verdict)]
     if found.parts:
@@ -219,7 +219,7 @@ def parse_change_limits(text: str) -> list[Limit]:
 
 
 def exit_code_of_change(
-    found: Comparison, limits: Sequence[Limit], tell: Callable[[str], object]
+    found: DiagnosisComparison, limits: Sequence[Limit], tell: Callable[[str], object]
 ) -> int:
     """3 if a limit is exceeded by more than noise, or not known; else 0. `tell` is called with a
     sentence for each such limit."""

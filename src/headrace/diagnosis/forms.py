@@ -282,7 +282,7 @@ _BETWEEN = frozenset(
 _COMPARE, _AND_TEST = dis.opmap["COMPARE_OP"], 0x10 if sys.version_info >= (3, 13) else 0
 
 
-class Instruction(NamedTuple):
+class WaitingInstruction(NamedTuple):
     """Where a line was: the offset of the instruction that computes what it waits for, and whether
     that value is being tested."""
 
@@ -291,18 +291,18 @@ class Instruction(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def waiting_instruction(code: CodeType, offset: int) -> Instruction:
+def waiting_instruction(code: CodeType, offset: int) -> WaitingInstruction:
     """The instruction at an offset; if it tests a value, the one before it, which has computed the
     value. Python 3.11 gives the tests of `a or b` the place of `a`, or of the whole statement."""
     content = code.co_code
     if content[offset] == _COMPARE and content[offset + 1] & _AND_TEST:
-        return Instruction(offset, is_tested=True)
+        return WaitingInstruction(offset, is_tested=True)
     if content[offset] not in _TESTING:
-        return Instruction(offset, is_tested=False)
+        return WaitingInstruction(offset, is_tested=False)
     before = offset - 2
     while before > 0 and content[before] in _BETWEEN:
         before -= 2
-    return Instruction(before, is_tested=True)
+    return WaitingInstruction(before, is_tested=True)
 
 
 def line_number(code: CodeType, offset: int) -> int | None:
@@ -345,7 +345,7 @@ def _nodes(file: str) -> dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST 
 
 
 @lru_cache(maxsize=4096)
-def running_expression(code: CodeType, instruction: Instruction) -> Expression | None:
+def running_expression(code: CodeType, instruction: WaitingInstruction) -> Expression | None:
     """What an instruction computes; None if there is no source, or Python keeps no positions."""
     place = next(islice(code.co_positions(), instruction.offset // 2, None), None)
     if place is None or None in place:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from headrace.capture import SpeedUp as Handle
-from headrace.capture import SpeedUpReport, speed_up, watch_models, why_not
+from headrace.capture import SpeedUpHandle, SpeedUpReport, speed_up, watch_models, why_not
 from headrace.data import Prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import RunAhead
@@ -117,7 +116,7 @@ class _Fit:
         self._device = open_device(trainer.strategy.root_device)
         self._installed, self._watching = ExitStack(), ExitStack()
         self._run_ahead = RunAhead(self._device, MAX_AHEAD)
-        self._handle: Handle | None = None
+        self._handle: SpeedUpHandle | None = None
         self._models: list[torch.nn.Module] = []
         self._batches = 0
         self._values: LoggedValues | None = None

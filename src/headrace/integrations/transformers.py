@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from headrace.capture import SpeedUp, SpeedUpReport
+from headrace.capture import SpeedUpHandle, SpeedUpReport
 from headrace.capture import speed_up as speed_up_parts
 from headrace.device import open_device
 from headrace.engine import RunAhead
@@ -69,7 +69,7 @@ class SpeedUpTrainer:
         self._device = open_device(trainer.args.device)
         self._run_ahead = RunAhead(self._device, MAX_AHEAD)
         self._installed = ExitStack()
-        self._handle: SpeedUp | None = None
+        self._handle: SpeedUpHandle | None = None
         self._report = SpeedUpReport((), "the trainer has not trained yet")
         self._logs: LateLogs | None = None
         self._has_removed_hooks = False

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.records.bench import Verdict as Verdict
     from headrace.records.bench import WaitFigures as WaitFigures
     from headrace.records.bench import WaitsFor as WaitsFor
-    from headrace.records.comparison import Comparison as Comparison
+    from headrace.records.comparison import DiagnosisComparison as DiagnosisComparison
     from headrace.records.comparison import LineChange as LineChange
     from headrace.records.comparison import PartChange as PartChange
     from headrace.records.diagnosis import DiagnosedLine as DiagnosedLine

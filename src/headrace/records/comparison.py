@@ -40,7 +40,7 @@ class LineChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(ResultFile):
+class DiagnosisComparison(ResultFile):
     """What changed from one diagnosis to another.
 
     `slower` is by how much a step takes longer, as a share of the step before; less than 0 if it is

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.capture import PartReport, PartTally, SpeedUp
+from headrace.capture import PartReport, PartTally, SpeedUpHandle
 from headrace.records import LineRecord
 from headrace.run.step_clock import Counts
 from headrace.source_lines import Site, short_path
@@ -31,11 +31,11 @@ class Part:
     name: str
     site: Site
     why: str | None = None
-    _handle: Callable[[], SpeedUp | None] = lambda: None
+    _handle: Callable[[], SpeedUpHandle | None] = lambda: None
     _tallies: list[PartTally] = field(default_factory=list)
     _told: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
 
-    def sped_up(self, handle: SpeedUp) -> None:
+    def sped_up(self, handle: SpeedUpHandle) -> None:
         """It was given to `speed_up`, which returned `handle`."""
         self._handle = weakref.ref(handle)
 

@@ -75,7 +75,7 @@ _GRADIENTS_MOVE = (
 )
 
 
-class _Gradients:
+class _FoundGradients:
     """The gradients that a call finds, and what becomes of them, by the parameter's position."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -238,7 +238,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._parameters = list(unique((*guards.state.parameters(), *leaves)))
 
     @contextmanager
-    def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
+    def _observing(
+        self, state: StepState, tracer: StepTracer, entry: _FoundGradients
+    ) -> Iterator[None]:
         """Note modules and optimizers that the step uses and the search has not found. Modules that
         live no longer than the call, as `nn.MSELoss()(x, y)`, are none of its state. Do not trace
         optimizers: a plain one counts its steps in Python, its capturable form on the device. Do
@@ -378,7 +380,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         return self._carry.call(self._step, self._name, _batch_of(call), *args, **kwargs)
 
     def run_watched(self, call: Any, key: Hashable, tracer: StepTracer) -> tuple[Returned, bool]:
-        guards, entry = self._graphs.guards, _Gradients(self._parameters)
+        guards, entry = self._graphs.guards, _FoundGradients(self._parameters)
         assert guards is not None
         observed = len(self._observed)
         with self._observing(guards.state, tracer, entry), tracer:

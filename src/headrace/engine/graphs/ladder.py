@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.capture import GraphReport, SpeedUp, Turns, rounding_when_captured, speed_up
+from headrace.capture import GraphReport, SpeedUpHandle, Turns, rounding_when_captured, speed_up
 from headrace.data import Fetched
 from headrace.engine.graphs.step_graphs import StepGraphs
 from headrace.engine.loss.compiled import CompiledLoss
@@ -61,7 +61,7 @@ class Ladder:
         self._parts, self._plan = parts, plan
         self._whole = StepGraphs(parts, plan)
         #: The step's parts as graphs, if the whole step cannot be captured.
-        self._by_parts: SpeedUp | None = None
+        self._by_parts: SpeedUpHandle | None = None
         # Whether code that asks is told that it is captured, as in the run that this one continues.
         self._as_captured = False
         self._turns = Turns(parts.device) if plan.graphs == "auto" else None
@@ -154,7 +154,7 @@ class Ladder:
         is_compiled = isinstance(loss, CompiledLoss) and loss.why_uncompiled is None
         return self._parts.parallelism == "plain" and not is_compiled
 
-    def _speed_up(self) -> SpeedUp:
+    def _speed_up(self) -> SpeedUpHandle:
         parts, plan = self._parts, self._plan
         made = speed_up(
             *(parts.model, *((parts.optimizer,) if self._may_capture_update() else ())),

@@ -49,7 +49,7 @@ def call_watched(
 ) -> Any:
     """Return `loss(model, *inputs)`. Raise `StepError` if the call did the engine's work.
     `user_loss` is the loss function as the user wrote it, for messages."""
-    before = _Gradients(optimizer)
+    before = _GradientsBefore(optimizer)
     calls = _Calls()
     try:
         with (
@@ -71,7 +71,7 @@ def call_watched(
     return returned
 
 
-class _Gradients:
+class _GradientsBefore:
     """The gradients of an optimizer's parameters, as they were when this was made. An epoch begins
     with it, and there may be thousands: no Python code runs for each."""
 
@@ -109,7 +109,7 @@ def _loss_in(returned: object) -> torch.Tensor | None:
 
 def _refuse_backward(
     calls: _Calls,
-    before: _Gradients,
+    before: _GradientsBefore,
     loss: torch.Tensor | None,
     user_loss: object,
 ) -> None:
