@@ -19,7 +19,7 @@ What must be right, and the test that fails without it; those of other files wit
 | outputs keep their aliasing | duplicates_arguments_and_parameters_stay_themselves, |
 |   | chunks_may_be_written_in_place, what_copies_cannot_stand_for_is_eager, test_outputs |
 | modes, requires_grad and settings in the key | a_change_is_noticed, |
-|   | settings_of_pytorch_have_graphs_of_their_own |
+|   | settings_of_pytorch_have_graphs_of_their_own, settings_of_forward_and_backward |
 | modules inside modules | test_parts: what_cannot_be_captured_as_a_whole_is_divided |
 | a forecast of memory | memory_that_would_not_fit_is_not_captured |
 | cuBLAS workspaces (GPU) | test_freed_memory |
@@ -649,6 +649,57 @@ def test_a_backward_outside_or_inside_of_autocast(capturing: Device, inside: str
 
     report = compare(capturing, build, 7)
     assert replays(report) > 0
+
+
+class _Asks(torch.autograd.Function):
+    """Its forward and its backward ask whether cuDNN may be used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if torch.backends.cudnn.enabled else 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (5 if torch.backends.cudnn.enabled else 7)
+
+
+class Asking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked: torch.Tensor = _Asks.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return asked
+
+
+@pytest.mark.parametrize("backward", ["outside", "at times", "once more"])
+def test_settings_of_forward_and_backward(capturing: Device, backward: str) -> None:
+    """Each graph has those that were seen; another backward runs eagerly, after a forward with the
+    settings of the call."""
+
+    def build(device: Device) -> Made:
+        model = Asking(4, 4).to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            x, found = batch(device, at), []
+            with torch.backends.cudnn.flags(enabled=False):
+                loss = model(x).square().mean()
+                if backward == "at times" and at % 2:
+                    loss.backward()
+            if backward == "once more" and at > 3:
+                (first,) = torch.autograd.grad(loss, [model.weight], create_graph=True)
+                loss = loss + first.square().sum()
+                found.append(first.detach())
+            if backward != "at times" or at % 2 == 0:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return [loss.detach(), *found]
+
+        return (model, optimizer), step
+
+    report = compare(capturing, build, 8)
+    assert report.parts[0].replays > 0
+    eager = sum("settings of PyTorch" in one for one in report.parts[0].eager)
+    assert eager == (backward == "at times")
 
 
 def test_a_sparse_argument(capturing: Device) -> None:

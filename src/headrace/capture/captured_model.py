@@ -4,28 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headrace.capture.gradients import GradientBuffers
 from headrace.capture.host_draws import HostDraws
+from headrace.capture.kernel_settings import Values
 from headrace.capture.outputs import Outputs
 from headrace.device import Graph
+
+# After so many changes of a backward's settings, its graph stays.
+_MAX_CHANGES = 3
+
+
+class CallKey(NamedTuple):
+    """What a call's graph depends on. `settings` are PyTorch's in the call, `call` its arguments
+    without their values, `differentiated` the leaves of them that get a gradient; `trained` and
+    `modes` number which parameters are trained, and which modules are in training mode."""
+
+    settings: Values
+    call: Hashable
+    differentiated: tuple[int, ...]
+    trained: int
+    modes: int
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CallKind:
     """Calls that can share a graph, and what those that ran eagerly have shown. `gradients` are the
-    outputs that got a gradient, each with its strides, and `autocast` whether their backward ran
-    under autocast. `kept_bytes` is the memory that a call
+    outputs that got a gradient, each with its strides, `settings` those of PyTorch's in their
+    backward, and `changes` how often they have changed. `kept_bytes` is the memory that a call
     keeps until its backward, `draws` whether it draws random numbers, and `writes` a buffer that it
     writes and may read."""
 
-    key: Hashable
+    key: CallKey
     uses: int = 0
     gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    autocast: bool = False
+    settings: Values | None = None
+    changes: int = 0
     kept_bytes: int = 0
     draws: bool = False
     writes: str | None = None
@@ -41,19 +58,29 @@ class CallKind:
     def note_gradient(self, number: int, strides: tuple[int, ...]) -> None:
         self.gradients[number] = strides
 
-    def note_backward(self, *, autocast: bool) -> None:
-        self.autocast = autocast
+    def note_settings(self, settings: Values) -> None:
+        self.settings = settings
+
+    def note_missed(self, numbers: list[int], settings: Values) -> bool:
+        """A graph's backward could not serve: these outputs had gradients, too, or it ran under
+        other settings. Returns whether to capture it anew: not if settings change again and
+        again."""
+        for number in numbers:
+            self.gradients.setdefault(number, ())
+        if settings != self.settings:
+            self.settings, self.changes = settings, self.changes + 1
+        return bool(numbers) or self.changes <= _MAX_CHANGES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBackward:
     """`with_gradient` are the numbers of the outputs whose gradients it takes, `into` the memory
     that it takes them from. `numbers` are the parameters that get a gradient, `differentiated` the
-    leaves of the arguments that get one, which are `input_gradients`. `autocast` is whether it runs
-    under autocast."""
+    leaves of the arguments that get one, which are `input_gradients`. It runs under these
+    `settings` of PyTorch's."""
 
     graph: Graph
-    autocast: bool
+    settings: Values
     with_gradient: list[int]
     into: list[torch.Tensor]
     numbers: tuple[int, ...]

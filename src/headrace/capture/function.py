@@ -12,7 +12,6 @@ why, once."""
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Hashable
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 from headrace.capture.cache import CapturedWork, GraphCache
 from headrace.capture.capturable_optimizer import CapturableOptimizer, rounding_when_captured
 from headrace.capture.guards import MEMORY_MOVES, Guards
+from headrace.capture.kernel_settings import KernelSettings
 from headrace.capture.key_changes import KeyChanges
 from headrace.capture.memory import StateBeforeCapture, StateMemory
 from headrace.capture.report import (
@@ -33,7 +33,7 @@ from headrace.capture.report import (
     warn_not_captured,
 )
 from headrace.capture.signatures import signature
-from headrace.capture.state import StepState, settings_of_pytorch
+from headrace.capture.state import StepState
 from headrace.capture.trials import TracedRun, Trials
 from headrace.capture.work import Call, Capturable, Outcome, Result
 from headrace.data import flatten_batch
@@ -71,7 +71,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         )
         self._trials = Trials(device, first=watch_first, last=watch_last, recheck=recheck)
         self._key_changes = KeyChanges()
-        self._pytorch = settings_of_pytorch(device)
+        self._pytorch = KernelSettings(device)
         self._capturable: list[CapturableOptimizer] = []
         self._unfinished: Counter[Hashable] = Counter()
         #: None: what the function uses is searched for before the next call.
@@ -166,8 +166,8 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             if not self._look_around():
                 return None
             more = self._work.key(call)  # first: it may bring the arguments to their place
-            settings = tuple(map(operator.call, self._pytorch))
-            return (signature(tree, self._device), settings, *more)
+            modes = torch.is_grad_enabled(), torch.is_anomaly_enabled()
+            return (signature(tree, self._device), modes, self._pytorch.now(), *more)
         except CaptureError as problem:
             self.give_up(describe_failure(problem))
             return None

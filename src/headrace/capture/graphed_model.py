@@ -14,13 +14,14 @@ import torch
 
 from headrace.capture.captured_model import CallKind, CapturedModel
 from headrace.capture.eager_calls import running_inside, why_eager_now, why_never, why_not_yet
+from headrace.capture.kernel_settings import Values
 from headrace.capture.lanes import MAX_LANES, Lane, ModelLanes
 from headrace.capture.model_backward import ModelBackward
 from headrace.capture.model_capture import ModelCapture
 from headrace.capture.model_state import ModelState
 from headrace.capture.model_trials import GraphOptions, ModelTrials
 from headrace.capture.obstacles import state_obstacle
-from headrace.capture.part import CHECKED, FIRST_CALLS, NO_GRADIENT, PartReport, PartTally
+from headrace.capture.part import CHECKED, FIRST_CALLS, MISSED, NO_GRADIENT, PartReport, PartTally
 from headrace.capture.report import describe_failure, join_reasons
 from headrace.capture.state import StepState
 from headrace.capture.waiting_call import WaitingCall
@@ -61,8 +62,7 @@ class GraphedModel:
         call = (args, kwargs)
         if torch.compiler.is_compiling():
             return self._step.function(*args, **kwargs)  # type: ignore[operator]
-        why = self.part.why or why_eager_now(self._step.device, self.model)
-        state = why or self._look()
+        state = self.part.why or why_eager_now(self._step.device, self.model) or self._look()
         if isinstance(state, str):
             return self._run(state, call)
         leaves = flatten_batch(call)
@@ -179,10 +179,10 @@ class GraphedModel:
     def is_pending(self) -> bool:
         return self._lanes.is_pending()
 
-    def gradient_missed(self, graph: CapturedModel, numbers: list[int]) -> None:
-        for number in numbers:
-            graph.kind.note_gradient(number, graph.kind.gradients.get(number, ()))
-        self._lanes.forget(graph)
+    def backward_missed(self, graph: CapturedModel, numbers: list[int], settings: Values) -> None:
+        self.part.ran_eagerly(MISSED)
+        if graph.kind.note_missed(numbers, settings):
+            self._lanes.forget(graph)
 
     def _graph_for(
         self, state: ModelState, kind: CallKind, call: Any, leaves: list[Any]
@@ -223,8 +223,8 @@ class GraphedModel:
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
         step, device = self._step, self._step.device
-        draws, host_state = graph.host_draws, torch.get_rng_state() if graph.host_draws else None
-        if draws is not None and not draws.repeat():
+        host_state = torch.get_rng_state() if graph.host_draws else None
+        if graph.host_draws is not None and not graph.host_draws.repeat():
             return self._run("numbers that it draws on the host ask for other work", call)
         graph.gradients.forget_backward()
         lane.move_to(device.current_stream())

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from headrace.capture.backward_watch import accumulate, watch_backwards
 from headrace.capture.captured_model import CapturedModel
 from headrace.capture.eager_calls import DOUBLE_BACKWARD, running_inside
+from headrace.capture.kernel_settings import KernelSettings, Values
 from headrace.capture.state import StepState
 from headrace.capture.waiting_call import WaitingCall
 
@@ -30,8 +31,9 @@ class Owner(Protocol):
 
     def give_up(self, why: str) -> None: ...
 
-    def gradient_missed(self, graph: CapturedModel, numbers: list[int]) -> None:
-        """A graph's backward does not take the gradients of these outputs: capture it anew."""
+    def backward_missed(self, graph: CapturedModel, numbers: list[int], settings: Values) -> None:
+        """A graph's backward does not take the gradients of these outputs, or was captured under
+        other settings: this one runs eagerly."""
 
 
 class ModelBackward:
@@ -41,6 +43,7 @@ class ModelBackward:
         self._step = step
         self._owner = owner
         self._name = name
+        self._settings = KernelSettings(step.device)
         self.anchor = torch.zeros((), device=step.device.torch_device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
         self._request: _Request | None = None
@@ -84,11 +87,12 @@ class ModelBackward:
             return self._run_eagerly(waiting, gradients, create_graph=True)
         by_number = dict(zip(graph.outputs.differentiable, gradients, strict=True))
         mine = [by_number.pop(number) for number in backward.with_gradient]
-        missed = [number for number, one in by_number.items() if one is not None]
-        if missed:
-            self._owner.gradient_missed(graph, missed)
-        is_autocast = torch.is_autocast_enabled(self._step.device.torch_device.type)
-        if missed or is_autocast != backward.autocast:
+        missed, settings = (
+            [n for n, one in by_number.items() if one is not None],
+            self._settings.now(),
+        )
+        if missed or settings != backward.settings:
+            self._owner.backward_missed(graph, missed, settings)
             found = self._run_eagerly(waiting, gradients, create_graph=False)
         else:
             found = self._replay(waiting, mine)
@@ -129,7 +133,11 @@ class ModelBackward:
         leaves = waiting.leaves
         waiting.require_repeatable(self._name)
         model, function = self._step.modules[0], self._step.function
-        with waiting.as_then(list(model.buffers())), running_inside(), torch.enable_grad():
+        with (
+            waiting.as_then(list(model.buffers()), self._settings),
+            running_inside(),
+            torch.enable_grad(),
+        ):
             outputs = graph.outputs.find(waiting.run(function))
         pairs = [
             (outputs[number], one)

@@ -18,6 +18,7 @@ from headrace.capture.captured_model import CallKind, CapturedBackward, Captured
 from headrace.capture.eager_calls import running_inside
 from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
+from headrace.capture.kernel_settings import KernelSettings
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.model_state import ModelState
 from headrace.capture.outputs import Outputs, addresses, require_plain
@@ -139,12 +140,12 @@ class ModelCapture:
             return tuple(by_number), others
 
         # The loop's backward usually runs after its autocast block, and this call inside of it.
-        device, autocast = self.step.device, self.kind.autocast
-        kind = device.torch_device.type
-        with torch.autocast(kind, torch.get_autocast_dtype(kind), autocast):
-            graph, (found_for, others) = device.capture(work, self.pools[1])
+        present = KernelSettings(self.step.device)
+        settings = self.kind.settings or present.without_autocast()
+        with present.set(settings):
+            graph, (found_for, others) = self.step.device.capture(work, self.pools[1])
         return CapturedBackward(
-            graph, autocast, with_gradient, into, found_for, differentiated, others
+            graph, settings, with_gradient, into, found_for, differentiated, others
         )
 
 

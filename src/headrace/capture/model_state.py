@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
+from headrace.capture.captured_model import CallKey
 from headrace.capture.eager_calls import require_plain_model
 from headrace.capture.gradients import GradientBuffers
+from headrace.capture.kernel_settings import KernelSettings
 from headrace.capture.module_guards import CodeGuards, ModuleGuards
 from headrace.capture.signatures import signature
-from headrace.capture.state import StepState, settings_of_pytorch
+from headrace.capture.state import StepState
 from headrace.capture.user_compiled import describe_own_graphs
 from headrace.data import rebuild_batch
 from headrace.errors import CaptureError
@@ -33,7 +35,7 @@ class ModelState:
             raise CaptureError(describe_own_graphs(compiled))
         self.gradients = GradientBuffers(device, self.guards.parameters)
         self._device = device
-        self._pytorch = settings_of_pytorch(device)
+        self._settings = KernelSettings(device)
         self._modes = _Flags(self.guards.modes)
         self._trained = _Flags(self._which_require_gradients)
 
@@ -49,7 +51,7 @@ class ModelState:
         changed = self._code.changed()
         return None if changed is None else str(changed)
 
-    def key(self, call: Any, leaves: list[Any]) -> Hashable:
+    def key(self, call: Any, leaves: list[Any]) -> CallKey:
         """The key of a call, whose leaves are given, too. Raises `CaptureError` for arguments that
         no graph can take."""
         differentiated = tuple(
@@ -59,12 +61,12 @@ class ModelState:
             call = rebuild_batch(
                 call, [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
             )
-        return (
+        return CallKey(
+            self._settings.now(),
             signature(call, self._device),
             differentiated,
             self._trained.number(),
             self._modes.number(),
-            *map(operator.call, self._pytorch),
         )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.capture.captured_model import CallKind
+from headrace.capture.captured_model import CallKey, CallKind
 from headrace.capture.eager_calls import DOUBLE_BACKWARD
 from headrace.capture.host_constants import HostConstants
 from headrace.capture.host_draws import HostDraws
+from headrace.capture.kernel_settings import KernelSettings
 from headrace.capture.model_state import ModelState
 from headrace.capture.outputs import own_tensors
 from headrace.capture.part import BESIDE_CHECK, CHECKED, FIRST_CALLS
@@ -52,14 +53,15 @@ class ModelTrials:
             step.device, first=max(after - 1, 1), last=after, recheck=recheck, can_deny=True
         )
         self._give_up = give_up
-        self._kinds: dict[Hashable, CallKind] = {}
+        self._settings = KernelSettings(step.device)
+        self._kinds: dict[CallKey, CallKind] = {}
         # Kinds of which a call is to be checked, and for how many calls they may wait.
         self._due: set[CallKind] = set()
         self._patience = 0
         # Whether calls run eagerly until the backward of those that are checked.
         self._is_checking = False
 
-    def kind(self, key: Hashable) -> CallKind:
+    def kind(self, key: CallKey) -> CallKind:
         """The kind of the calls that have this key."""
         found = self._kinds.get(key)
         if found is None:
@@ -139,7 +141,7 @@ class ModelTrials:
         if gradient is None:  # another output of the same node has one
             return
         kind.note_gradient(number, tuple(gradient.stride()))
-        kind.note_backward(autocast=torch.is_autocast_enabled(self._device.torch_device.type))
+        kind.note_settings(self._settings.now())
 
     def _run(self, why: str, state: ModelState, call: Any, run: Run) -> tuple[Any, TracedRun]:
         leaves = flatten_batch(call)

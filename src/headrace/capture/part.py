@@ -21,6 +21,7 @@ FIRST_CALLS = "the first calls of a shape"
 FIRST_STEPS = "the first steps"
 NEW_GRADIENTS = "its gradients or settings are new"
 NO_GRADIENT = "its outputs have had no gradient yet"
+MISSED = "its backward had other gradients, or settings of PyTorch, than before"
 CHECKED = "checked again"
 BESIDE_CHECK = "a call that is checked waits for its backward"
 _UNSETTLED = (FIRST_CALLS, FIRST_STEPS, NEW_GRADIENTS, NO_GRADIENT, CHECKED, BESIDE_CHECK)

@@ -6,8 +6,7 @@ optimizer; a step function of the user's may have several of each.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,49 +103,6 @@ class StepState:
                 values = state.values() if isinstance(state, dict) else ()
                 found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return list(found.values())
-
-
-_FLOAT32_PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-)
-
-
-def settings_of_pytorch(device: Device) -> tuple[Callable[[], Any], ...]:
-    """Functions that return PyTorch's settings that decide which kernels a step on `device`
-    launches, and which its graph therefore freezes: autocast, the default dtype and the like."""
-    kind = device.torch_device.type
-    names = (
-        "_get_deterministic_algorithms",
-        "_get_cudnn_enabled",
-        "_get_cudnn_benchmark",
-        "_get_cudnn_deterministic",
-        "_get_cublas_allow_fp16_accumulation",
-        "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction",
-        "_get_math_sdp_allow_fp16_bf16_reduction",
-        "_get_flash_sdp_enabled",
-        "_get_mem_efficient_sdp_enabled",
-        "_get_math_sdp_enabled",
-        "_get_cudnn_sdp_enabled",
-    )
-    return (
-        torch.is_grad_enabled,
-        torch.get_default_dtype,
-        functools.partial(torch.is_autocast_enabled, kind),
-        functools.partial(torch.get_autocast_dtype, kind),
-        torch.is_autocast_cache_enabled,
-        torch.is_anomaly_enabled,
-        # Not `get_float32_matmul_precision`: it raises once a precision was set by backend.
-        *(
-            functools.partial(torch._C._get_fp32_precision_getter, backend, operation)
-            for backend, operation in _FLOAT32_PRECISIONS
-        ),
-        *(getattr(torch._C, name) for name in names if hasattr(torch._C, name)),
-    )
 
 
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from headrace.capture.captured_model import CapturedBackward, CapturedModel
 from headrace.capture.checked_call import CheckedCall
+from headrace.capture.kernel_settings import KernelSettings
 from headrace.capture.lanes import Ticket
 from headrace.capture.state import StepState
 from headrace.errors import StepError
@@ -40,8 +41,6 @@ class WaitingCall:
         self._random_states = random_states
         self._checked = checked
         self._versions = _versions(leaves)
-        kind = step.device.torch_device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def run(self, function: Any) -> Any:
         args, kwargs = self._call
@@ -73,18 +72,17 @@ class WaitingCall:
             )
 
     @contextmanager
-    def as_then(self, buffers: list[torch.Tensor]) -> Iterator[None]:
-        """In the block, random numbers and autocast are those of the call. Buffers are written as
-        in any forward, and get their content back."""
+    def as_then(self, buffers: list[torch.Tensor], settings: KernelSettings) -> Iterator[None]:
+        """In the block, random numbers and PyTorch's settings are those of the call. Buffers are
+        written as in any forward, and get their content back."""
         contents = [one.clone() for one in buffers]
         random, host = self._random_states
         of_device = (self._device.random_state, self._device.set_random_state)
-        kind, dtype, enabled = self._autocast
         try:
             with (
                 _other_state(random, *of_device),
                 _other_state(host, torch.get_rng_state, torch.set_rng_state),
-                torch.autocast(kind, dtype, enabled),
+                settings.set(self.graph.kind.key.settings),
             ):
                 yield
         finally:
