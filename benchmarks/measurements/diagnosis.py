@@ -56,6 +56,7 @@ from headrace.text_table import text_table
 FOLDER = Path(__file__).resolve().parents[1] / "inputs"
 WORKS = sorted(path.stem for path in (FOLDER / "works").glob("*.py") if path.stem != "samples")
 PLANS = ("pipeline", "graph")
+_MAX_JOB_S = 90
 WINDOWS = Settings(warmup=10, clean=20, profiled=8, lines=5)
 
 
@@ -93,7 +94,7 @@ def main() -> None:
 def in_a_process(job: Callable[[Device], dict[str, Any]]) -> dict[str, Any]:
     """Do one job in a process of its own: launches are slower after the first profile of a process,
     and `diagnose` profiles once. It forks, to import everything only once; so this process must not
-    use the GPU."""
+    use the GPU. A job that hangs is ended."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -108,8 +109,12 @@ def in_a_process(job: Callable[[Device], dict[str, Any]]) -> dict[str, Any]:
     process = context.Process(target=work)
     process.start()
     sender.close()
+    found: dict[str, Any] = {"error": f"no result after {_MAX_JOB_S} s"}
     try:
-        found: dict[str, Any] = receiver.recv()
+        if receiver.poll(_MAX_JOB_S):
+            found = receiver.recv()
+        else:
+            process.kill()
     except EOFError:
         found = {"error": "its process died"}
     process.join()

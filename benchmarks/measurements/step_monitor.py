@@ -29,6 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import headrace as hr
 
 STEPS_MS = (1.0, 5.0, 50.0)
+#: More often than usual, so that each turn has reports.
+_EVERY_S = 0.5
 
 
 class Times(NamedTuple):
@@ -90,7 +92,7 @@ def cost(work_ms: float, turns: int, seconds: float) -> dict[str, Any]:
             return loop.run(steps, work_ms)
 
         def monitored() -> Times:
-            with hr.monitor_steps():
+            with hr.monitor_steps(every_s=_EVERY_S):
                 loop.run(15, 0.0)  # its warm-up
                 return loop.run(steps, work_ms)
 
@@ -114,7 +116,7 @@ def cost(work_ms: float, turns: int, seconds: float) -> dict[str, Any]:
 def memory(steps: int) -> dict[str, Any]:
     """Resident memory after a tenth of the steps, and after all."""
     loop, process = Loop(), psutil.Process()
-    with hr.monitor_steps(every_s=1.0):
+    with hr.monitor_steps(every_s=_EVERY_S):
         loop.run(steps // 10, 0.02)
         gc.collect()
         before = process.memory_info().rss

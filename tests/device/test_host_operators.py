@@ -42,10 +42,10 @@ def test_other_threads_than_this_one_and_autograds_do_not_count() -> None:
         HostEvent("triton_poi_fused_add_0", 1, 100, 110),
     ]
     found = launching_operators(events, [(1000, 1010)])
-    assert [(one.name, one.start_ns) for one in found] == [
-        ("aten::fill_", 1030),
-        ("aten::mm", 1075),
-        ("triton_poi_fused_add_0", 1100),
+    assert [(one.name, one.start_ns, one.call_ns) for one in found] == [
+        ("aten::fill_", 1030, 1020),
+        ("aten::mm", 1075, 1070),
+        ("triton_poi_fused_add_0", 1100, 1100),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 from headrace.device import open_device
 from headrace.device.cpu import CpuDevice
 from headrace.diagnosis.segments import (
-    PAGEABLE_COPY,
-    PINNED_COPY,
     WAIT,
     DeviceEdges,
     Edge,
     HostEdges,
-    at_next_line,
     delays,
-    watching_edges,
 )
 
 US = 1000
@@ -124,52 +119,26 @@ def test_the_device_is_busy_for_longer_than_the_host_launches() -> None:
     assert 10 * US < found["b", 0] < found["a", 0]
 
 
-def test_copies_begin_segments_and_the_functions_are_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    edges = HostEdges(open_device("cpu"))
-    to = torch.Tensor.to
-    large = torch.ones(20_000)
-    with watching_edges(edges):
-        large.to("meta")
-        large.to(device=torch.device("meta"), dtype=torch.half)
-        torch.ones(2).to("meta")  # the driver takes it, and the host goes on
-        large.to("cpu").to(torch.half).copy_(large)  # within the host
-        large.to(torch.half, non_blocking=True)
-    kinds = [edge.key for edge in edges.edges if edge.key[0] != "after copy"]
-    assert kinds == [(PAGEABLE_COPY, 0), (PAGEABLE_COPY, 1), (PINNED_COPY, 0)]
-    assert len(edges.edges) == 6
-    assert torch.Tensor.to is to
+def test_what_a_wait_itself_takes_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of such a segment is noted when the host has gone on."""
+    device = Clocked()
+    edges = DeviceEdges(device, {})
 
+    def wait(tensor: Any = None) -> bool:
+        device.now_ns = device.free_ns + 30 * US  # until the host goes on
+        edges.waited()
+        return False
 
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_the_next_line_of_the_script_is_noticed(is_traced: bool) -> None:
-    seen: list[str] = []
-
-    def tracer(frame: Any, event: str, argument: Any) -> Any:
-        return None
-
-    before = sys.gettrace()
-    if is_traced:
-        sys.settrace(tracer)
-    try:
-        value = [at_next_line(lambda: seen.append("next")), seen.append("same")]
-        seen.append("after")
-        assert sys.gettrace() is (tracer if is_traced else before)
-    finally:
-        sys.settrace(before)
-    assert value
-    assert seen == ["same", "next", "after"]
-
-
-def test_the_next_line_may_be_the_callers() -> None:
-    seen: list[str] = []
-
-    def waits() -> None:
-        at_next_line(lambda: seen.append("next"))
-
-    waits()
-    seen.append("after")
-    assert seen == ["next", "after"]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "__bool__", wait)
+        edges.measure_nothing()
+    for _ in range(2):
+        edges.edge("forward")
+        launched(device, 3, kernel=5 * US, host=20 * US)
+        wait()
+        launched(device, 4, kernel=5 * US, host=20 * US)
+        edges.end_step()
+    found = edges.work_ns()
+    assert found["forward", 0] == pytest.approx(15 * US)
+    assert found[WAIT, 0] == pytest.approx(20 * US)
+    assert edges.late_share() == 0

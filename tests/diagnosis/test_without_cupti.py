@@ -15,7 +15,15 @@ from headrace.device import HostOperator, open_device
 from headrace.diagnosis.breakdown import CAUSES, breakdown
 from headrace.diagnosis.explanation import groups_by_step
 from headrace.diagnosis.loaders import Loaders
-from headrace.diagnosis.segments import GRAPH, PAGEABLE_COPY, PINNED_COPY, WAIT, Edge, Key
+from headrace.diagnosis.segments import (
+    GRAPH,
+    PAGEABLE_COPY,
+    PINNED_COPY,
+    TO_HOST,
+    WAIT,
+    Edge,
+    Key,
+)
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace
 from headrace.diagnosis.without_cupti import HostSteps, TimedSteps, trace_of
@@ -38,10 +46,10 @@ def seen_without_cupti(trace: StepTrace) -> tuple[HostSteps, dict[Key, float]]:
             edges.append(Edge(marks.pop(0), ("step", 0)))
             counts.clear()
         if call.kind == "launch":
-            operators.append(HostOperator(call.start_ns, call.end_ns, "aten::mm"))
+            operators.append(HostOperator(call.start_ns, call.end_ns, "aten::mm", call.start_ns))
         elif call.kind == "copy":
             begin(call.start_ns, PAGEABLE_COPY)
-            operators.append(HostOperator(call.start_ns, call.end_ns, "aten::copy_"))
+            operators.append(HostOperator(call.start_ns, call.end_ns, "aten::copy_", call.start_ns))
             begin(call.end_ns, "after copy")
         else:
             begin(call.start_ns, WAIT)
@@ -52,6 +60,7 @@ def seen_without_cupti(trace: StepTrace) -> tuple[HostSteps, dict[Key, float]]:
         trace.marks,
         tuple(edges),
         tuple(waits),
+        (),
         trace.inputs,
         trace.torch_calls,
         tuple(operators),
@@ -88,42 +97,63 @@ def test_the_parts_are_those_of_the_profiler(cause: str) -> None:
     assert counts[0] == counts[1]
 
 
-def host_steps(edges: list[Edge], operators: list[HostOperator], *hidden: int) -> HostSteps:
-    waits = tuple((at_ns, 0) for at_ns in hidden)
-    return HostSteps(0, (10 * MS,), tuple(edges), waits, (), (), tuple(operators))
+def host_steps(edges: list[Edge], operators: list[HostOperator], *waited: int) -> HostSteps:
+    return HostSteps(0, (10 * MS,), tuple(edges), (), waited, (), (), tuple(operators))
 
 
-def test_a_hidden_wait_lasts_as_long_as_its_operator() -> None:
+def operator(start_ns: int, end_ns: int, name: str, call_ns: int | None = None) -> HostOperator:
+    return HostOperator(start_ns, end_ns, name, start_ns if call_ns is None else call_ns)
+
+
+def test_a_hidden_wait_was_in_the_longest_operator_of_the_last_call() -> None:
     host = host_steps(
-        [Edge(0, ("step", 0)), Edge(120 * US, (WAIT, 0)), Edge(10 * MS, ("step", 0))],
+        [Edge(0, ("step", 0)), Edge(2_100 * US, (WAIT, 0)), Edge(10 * MS, ("step", 0))],
         [
-            HostOperator(10 * US, 20 * US, "aten::mm"),
-            HostOperator(100 * US, 2 * MS, "aten::_local_scalar_dense"),
+            operator(10 * US, 90 * US, "aten::mm"),
+            operator(120 * US, 2 * MS, "aten::nonzero", 100 * US),
+            operator(2_010 * US, 2_030 * US, "aten::index", 100 * US),
+            operator(2_200 * US, 2_210 * US, "aten::mm"),
         ],
-        120 * US,
+        2_100 * US,
     )
-    trace = trace_of(host, {("step", 0): 1.9 * MS})
+    trace = trace_of(host, {("step", 0): 1.9 * MS, (WAIT, 0): 0.5 * MS})
     assert trace is not None
-    launch, wait = trace.calls
-    assert (launch.kind, wait.kind) == ("launch", "wait")
-    assert (wait.start_ns, wait.end_ns) == (120 * US, 2 * MS)
-    assert [(one.start_ns, one.end_ns) for one in trace.work] == [(20 * US, 1_920 * US)]
+    assert [one.kind for one in trace.calls] == ["launch", "wait", "launch", "launch"]
+    assert (trace.calls[1].start_ns, trace.calls[1].end_ns) == (120 * US, 2 * MS)
+    assert [(one.start_ns, one.end_ns) for one in trace.work] == [
+        (90 * US, 1_040 * US),
+        (2_030 * US, 2_980 * US),
+        (2_980 * US, 3_480 * US),
+    ]
+
+
+def test_two_waits_of_a_call_are_two_operators() -> None:
+    lengths = (90, 20, 80)
+    operators = [
+        operator(at * MS, at * MS + length * US, "aten::nonzero", 0)
+        for at, length in enumerate(lengths)
+    ]
+    trace = trace_of(
+        host_steps([Edge(0, ("step", 0))], operators, 4 * MS, 4 * MS), {("step", 0): MS}
+    )
+    assert trace is not None
+    assert [one.kind for one in trace.calls] == ["wait", "launch", "wait"]
 
 
 def test_copies_and_waits_for_them() -> None:
-    copy = HostOperator(10 * US, 1 * MS, "aten::copy_")
+    copy = operator(10 * US, 1 * MS, "aten::copy_")
 
-    def calls(kind: str, *hidden: int) -> list[tuple[str, str]]:
+    def calls(kind: str, *waited: int) -> list[tuple[str, str]]:
         edges = [Edge(0, (kind, 0)), Edge(2 * MS, ("after copy", 0))]
-        trace = trace_of(host_steps(edges, [copy], *hidden), {(kind, 0): 0.9 * MS})
+        trace = trace_of(host_steps(edges, [copy], *waited), {(kind, 0): 0.9 * MS})
         if trace is None:
             return []
         return [(one.kind, trace.calls[one.call or 0].kind) for one in trace.work]
 
-    assert calls(PAGEABLE_COPY, 20 * US) == [("copy", "copy")]
-    assert calls(PAGEABLE_COPY) == [("copy", "copy")]
-    assert calls(PINNED_COPY, 20 * US) == [("copy", "launch")]
-    assert calls(PINNED_COPY) == [("copy", "launch")]
+    waited = 1_020 * US
+    assert calls(PAGEABLE_COPY, waited) == calls(PAGEABLE_COPY) == [("copy", "copy")]
+    for kind in (PINNED_COPY, TO_HOST):
+        assert calls(kind, waited) == calls(kind) == [("copy", "launch")]
 
 
 def test_a_graph_is_one_launch_although_no_operator_is_seen() -> None:
@@ -137,7 +167,7 @@ def test_a_graph_is_one_launch_although_no_operator_is_seen() -> None:
 
 def test_nothing_is_made_up() -> None:
     edges = [Edge(0, ("step", 0)), Edge(10 * MS, ("step", 0))]
-    assert trace_of(host_steps(edges, [HostOperator(0, 10, "aten::mm")]), {}) is None
+    assert trace_of(host_steps(edges, [operator(0, 10, "aten::mm")]), {}) is None
 
 
 def loop() -> Callable[[], None]:

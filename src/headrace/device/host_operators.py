@@ -24,11 +24,13 @@ _AUTOGRAD = "autograd::engine::evaluate_function"
 
 
 class HostOperator(NamedTuple):
-    """An operator that launches work or waits for it, by `time.perf_counter_ns`."""
+    """An operator that launches work or waits for it, by `time.perf_counter_ns`. `call_ns` is when
+    the outermost operator around it began, which the script has called."""
 
     start_ns: int
     end_ns: int
     name: str
+    call_ns: int
 
 
 class HostEvent(NamedTuple):
@@ -85,23 +87,39 @@ def launching_operators(
     )
     shift_ns = sum(reading) // 2 - (clock.start_ns + clock.end_ns) // 2
     threads = {clock.thread} | {one.thread for one in events if one.name.startswith(_AUTOGRAD)}
-    innermost: list[HostEvent] = []
+    innermost: list[tuple[HostEvent, HostEvent]] = []
+    outermost: HostEvent | None = None
     for one in events:
-        if one.thread not in threads or not _launches(one.name):
+        if one.thread not in threads or not _is_operator(one.name):
             continue
-        if innermost and one.thread == innermost[-1].thread and one.end_ns <= innermost[-1].end_ns:
-            innermost.pop()
-        innermost.append(one)
+        if outermost is None or not _is_inside(one, outermost):
+            outermost = one
+        if _launches(one.name):
+            if innermost and _is_inside(one, innermost[-1][0]):
+                innermost.pop()
+            innermost.append((one, outermost))
     return sorted(
-        HostOperator(one.start_ns + shift_ns, one.end_ns + shift_ns, one.name) for one in innermost
+        HostOperator(
+            one.start_ns + shift_ns, one.end_ns + shift_ns, one.name, call.start_ns + shift_ns
+        )
+        for one, call in innermost
     )
+
+
+def _is_inside(one: HostEvent, outer: HostEvent) -> bool:
+    return one.thread == outer.thread and one.end_ns <= outer.end_ns
+
+
+def _is_operator(name: str) -> bool:
+    return "::" in name or name.startswith("triton_")
 
 
 @cache
 def _launches(name: str) -> bool:
+    """Whether an operator launches anything."""
     if name.startswith("triton_"):
         return True
-    if "::" not in name or name.startswith(_NO_LAUNCH):
+    if name.startswith(_NO_LAUNCH):
         return False
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(name)
     return not (schemas and all(map(_is_view, schemas)))

@@ -236,10 +236,10 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
 
 @contextmanager
 def watch_moments(
-    begins: Callable[[], object], ends: Callable[[], object], before_hidden: Callable[[], object]
+    begins: Callable[[], object], ends: Callable[[], object], after_hidden: Callable[[], object]
 ) -> Iterator[None]:
-    """Call `begins` and `ends` around each explicit host wait inside the block, and `before_hidden`
-    before each one inside an operation, in the thread that waits. Lines are not looked for."""
+    """Call `begins` and `ends` around each explicit host wait inside the block, and `after_hidden`
+    after each one inside an operation, in the thread that waits. Lines are not looked for."""
     in_call = threading.local()
 
     def around(original: Callable[..., Any], operation: str) -> Callable[..., Any]:
@@ -254,7 +254,7 @@ def watch_moments(
 
         return call
 
-    with _explicit_waits(around), _cuda_waits(lambda frame: before_hidden(), in_call):
+    with _explicit_waits(around), _cuda_waits(lambda frame: after_hidden(), in_call):
         yield
 
 
@@ -343,11 +343,10 @@ def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
 
 
 @contextmanager
-def _cuda_waits(
-    before_wait: Callable[[FrameType], object], in_call: threading.local
-) -> Iterator[None]:
-    """Operations that PyTorch reports, before they wait. It warns, so the warning is taken out of
-    the way of the user's filters and handlers; every other warning goes its usual way."""
+def _cuda_waits(on_wait: Callable[[FrameType], object], in_call: threading.local) -> Iterator[None]:
+    """Operations that PyTorch reports: when they wait, it keeps a warning until the call of Python
+    that they are part of returns. The warning is taken out of the way of the user's filters and
+    handlers; every other warning goes its usual way."""
     cuda: Any = cuda_namespace()
     module: Any = warnings
     original, mode = module._showwarnmsg, cuda.get_sync_debug_mode()
@@ -356,7 +355,7 @@ def _cuda_waits(
     def show(message: Any) -> None:
         if _SYNCHRONISING in str(message.message):
             if not getattr(in_call, "waits", False):
-                before_wait(sys._getframe(1))
+                on_wait(sys._getframe(1))
         else:
             original(message)
 

@@ -8,7 +8,7 @@ step's computing, and how long it waits for what, are right; single kernels are 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,17 +19,18 @@ from typing import NamedTuple
 
 from headrace.device import Device, HostOperator, profiled_operators
 from headrace.diagnosis.loaders import Loaders
+from headrace.diagnosis.segment_calls import watching_edges
 from headrace.diagnosis.segments import (
     GRAPH,
     PAGEABLE_COPY,
     PINNED_COPY,
+    TO_HOST,
     DeviceEdges,
     Edge,
     Edges,
     HostEdges,
     Key,
     delays,
-    watching_edges,
 )
 from headrace.diagnosis.torch_calls import TorchCall, TorchCalls
 from headrace.diagnosis.trace import Call, CallKind, StepTrace, Work, WorkKind
@@ -42,6 +43,7 @@ _NO_WORK_NS = 5_000
 _BLOCKING_COPY_NS = 30_000
 #: From this share of segments on that were launched late, the user is told.
 _MANY_LATE = 0.2
+_COPIES = (PAGEABLE_COPY, PINNED_COPY, TO_HOST)
 _LABEL = (
     "measured without CUPTI: the times of the GPU's work are from CUDA events around parts of a "
     "step, launches are PyTorch's operators, and work on other streams is not seen"
@@ -56,6 +58,7 @@ class HostSteps:
     marks: tuple[int, ...]
     edges: tuple[Edge, ...]
     waits: tuple[tuple[int, int], ...]
+    waited_ns: tuple[int, ...]
     inputs: tuple[tuple[int, int], ...]
     torch_calls: tuple[TorchCall, ...]
     operators: tuple[HostOperator, ...]
@@ -112,6 +115,7 @@ class TimedSteps:
                     tuple(marks),
                     tuple(edges.edges),
                     tuple(edges.waits),
+                    tuple(edges.waited_ns),
                     tuple(inputs),
                     tuple(sorted(torch_calls)),
                     tuple(operators),
@@ -124,7 +128,7 @@ class TimedSteps:
         self._device.delay(1)  # the first one measures how long it is, and waits
         self._device.synchronize("diagnose")
         with self._watched(edges):
-            edges.end_step()
+            edges.measure_nothing()
             with suppress(GeneratorExit):  # the script has ended
                 for _ in self._steps(count):
                     yield
@@ -193,25 +197,38 @@ def _explicit_waits(host: HostSteps) -> Iterator[_Called]:
 def _operators(host: HostSteps) -> Iterator[_Called]:
     """The operators as launches and waits. A copy from pageable memory blocks the host, and if the
     script says so, it waits then."""
-    hidden = sorted(start_ns for start_ns, end_ns in host.waits if not end_ns)
+    waiting = _waiting(host)
     for one in host.operators:
-        waits_at = bisect_right(hidden, one.start_ns)
-        waits = waits_at < len(hidden) and hidden[waits_at] < one.end_ns
         ns, edge = one.end_ns - one.start_ns, host.edge_at(one.start_ns)
         copies = host.edges[edge].key[0]
-        if copies == PAGEABLE_COPY and (waits or ns > _BLOCKING_COPY_NS):
+        if copies == PAGEABLE_COPY and (one in waiting or ns > _BLOCKING_COPY_NS):
             yield _Called(_call(one.start_ns, one.end_ns, "copy", "cudaMemcpyAsync"), edge, "copy")
-            if waits:
+            if one in waiting:
                 sync = _call(one.end_ns, one.end_ns, "wait", "cudaStreamSynchronize")
                 yield _Called(sync, edge, None)
-        elif waits:
-            at_ns = hidden[waits_at]
-            if copies == PINNED_COPY:
-                yield _Called(_call(one.start_ns, at_ns, "launch", one.name), edge, "copy")
-            yield _Called(_call(at_ns, one.end_ns, "wait"), edge, None)
-        elif ns <= _LONG_OPERATOR_NS or copies == PINNED_COPY:
-            kind: WorkKind = "copy" if copies in (PAGEABLE_COPY, PINNED_COPY) else "kernel"
+        elif one in waiting:
+            if copies in _COPIES:
+                yield _Called(_call(one.start_ns, one.start_ns, "launch", one.name), edge, "copy")
+            yield _Called(_call(one.start_ns, one.end_ns, "wait"), edge, None)
+        elif ns <= _LONG_OPERATOR_NS or copies in _COPIES:
+            kind: WorkKind = "copy" if copies in _COPIES else "kernel"
             yield _Called(_call(one.start_ns, one.end_ns, "launch", one.name), edge, kind)
+
+
+def _waiting(host: HostSteps) -> set[HostOperator]:
+    """The operators in which the host waited. It is told when the script's call has returned: so,
+    of the operators of that call, the longest."""
+    found: set[HostOperator] = set()
+    for at_ns in host.waited_ns:
+        end = bisect_right(host.operators, at_ns, key=lambda one: one.start_ns)
+        if end == 0:
+            continue
+        call_ns = host.operators[end - 1].call_ns
+        begin = bisect_left(host.operators, call_ns, hi=end, key=lambda one: one.start_ns)
+        called = set(host.operators[begin:end]) - found
+        if called:
+            found.add(max(called, key=lambda one: one.end_ns - one.start_ns))
+    return found
 
 
 def _segments_without_operators(
