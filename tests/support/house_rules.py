@@ -7,24 +7,31 @@ TESTED_IN = {
     "bench/test_runner.py": ("bench/environment.py", "bench/plan_results.py"),
     "bench/tune/test_tuning.py": ("bench/tune/settings.py", "cli/tune.py"),
     "bench/works/test_work.py": ("bench/works/lookup.py",),
-    "capture/test_graphed_model.py": (
-        *("capture/backward_watch.py", "capture/gradients.py", "capture/memory.py"),
-        *("capture/nested.py", "capture/report.py", "capture/captured_model.py"),
-        "capture/lanes.py",
-        *("capture/model_capture.py", "capture/model_state.py", "capture/model_trials.py"),
-        "capture/waiting_call.py",
+    "capture/graphs/test_function.py": ("capture/graphs/work.py", "capture/watching/trials.py"),
+    "capture/guards/test_guards.py": (
+        *("capture/guards/group_settings.py", "capture/guards/read_values.py"),
     ),
-    "capture/test_graphed_update.py": (
-        *("capture/captured_update.py", "capture/learning_rates.py"),
+    "capture/models/test_graphed_model.py": (
+        *("capture/models/backward_watch.py", "capture/models/captured_model.py"),
+        *("capture/models/lanes.py", "capture/models/model_capture.py"),
+        *("capture/models/model_state.py", "capture/models/model_trials.py"),
+        *("capture/models/waiting_call.py", "capture/reports/report.py"),
+        *("capture/state/gradients.py", "capture/state/memory.py", "capture/state/nested.py"),
     ),
-    "capture/test_function.py": ("capture/trials.py", "capture/work.py"),
-    "capture/test_guards.py": ("capture/group_settings.py", "capture/read_values.py"),
-    "capture/test_reading.py": (
-        *("capture/bytecode.py", "capture/calls.py", "capture/known.py", "capture/lookup.py"),
-        *("capture/users_code.py", "capture/walk.py"),
+    "capture/parts/test_speed_up.py": (
+        *("capture/parts/accelerated.py", "capture/parts/given_parts.py"),
+        *("capture/parts/installed.py", "capture/reports/part.py"),
+        "capture/reports/speed_up_report.py",
     ),
-    "capture/test_replay_check.py": ("capture/checked_call.py",),
-    "capture/test_recheck.py": ("capture/places.py",),
+    "capture/reading/test_reading.py": (
+        *("capture/reading/bytecode.py", "capture/reading/calls.py", "capture/reading/known.py"),
+        *("capture/reading/lookup.py", "capture/reading/users_code.py", "capture/reading/walk.py"),
+    ),
+    "capture/reports/test_replay_check.py": ("capture/models/checked_call.py",),
+    "capture/updates/test_graphed_update.py": (
+        *("capture/state/learning_rates.py", "capture/updates/captured_update.py"),
+    ),
+    "capture/watching/test_recheck.py": ("capture/reading/places.py",),
     "cli/test_bench.py": ("bench/text.py", "cli/options.py"),
     "cli/test_program.py": (
         *("cli/doctor.py", "cli/plan.py", "cli/report.py", "cli/settings.py"),
@@ -61,10 +68,6 @@ TESTED_IN = {
     ),
     "integrations/test_lightning.py": ("integrations/lightning_values.py",),
     "integrations/test_transformers.py": ("integrations/transformers_values.py",),
-    "capture/test_parts.py": (
-        *("capture/accelerated.py", "capture/given_parts.py", "capture/installed.py"),
-        *("capture/part.py", "capture/speed_up_report.py"),
-    ),
     "lifecycle/test_metrics.py": ("lifecycle/usage_log.py",),
     "machine/test_monitor.py": ("device/sensors.py",),
     "progress/test_progress_line.py": ("progress/recent_loss.py",),
@@ -172,9 +175,12 @@ SET_AGAIN = {
 
 #: Modules of more than 240 lines.
 LONG = {
+    *("capture/graphs/cache.py", "capture/graphs/function.py", "capture/models/outputs.py"),
+    "capture/models/graphed_model.py",
+    *("capture/reading/places.py", "capture/state/gradients.py", "capture/watching/trace.py"),
     *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
-    *("bench/works/work.py", "capture/cache.py", "capture/function.py", "capture/gradients.py"),
-    *("capture/outputs.py", "capture/places.py", "capture/trace.py", "checkpoint/folders.py"),
+    "bench/works/work.py",
+    "checkpoint/folders.py",
     *("checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py", "cli/diagnose.py"),
     *("data/buckets.py", "data/source.py", "device/base.py", "device/cuda.py"),
     *("device/ledger.py", "diagnosis/breakdown.py", "diagnosis/explanation.py"),

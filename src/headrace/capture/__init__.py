@@ -9,35 +9,35 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 
 from __future__ import annotations
 
-from headrace.capture.accelerated import is_prepared
-from headrace.capture.cache import CapturedWork, GraphCache
-from headrace.capture.capturable_optimizer import (
+from headrace.capture.graphs.cache import CapturedWork, GraphCache
+from headrace.capture.graphs.function import CapturedFunction
+from headrace.capture.guards.guards import GRADIENTS_REPLACED, Guards
+from headrace.capture.guards.obstacles import fused_or, state_obstacle
+from headrace.capture.parts.accelerated import is_prepared
+from headrace.capture.parts.installed import is_sped_up, own_forwards
+from headrace.capture.parts.model_calls import is_inside_a_module, watch_models, why_not
+from headrace.capture.parts.speed_up import SpeedUpHandle, speed_up
+from headrace.capture.parts.turns import Turns
+from headrace.capture.reading.comparison import same_entries
+from headrace.capture.reading.known import Known
+from headrace.capture.reading.reading import Reader
+from headrace.capture.reading.user_compiled import describe_own_graphs, recurrent_obstacle
+from headrace.capture.reports.differences import CheckReport
+from headrace.capture.reports.part import PartReport, PartTally
+from headrace.capture.reports.report import GraphReport, describe_failure, warn_not_captured
+from headrace.capture.reports.speed_up_report import SpeedUpReport
+from headrace.capture.state.capturable_optimizer import (
     CapturableOptimizer,
     can_be_fused,
     rounding_when_captured,
     scales_on_device,
 )
-from headrace.capture.comparison import same_entries
-from headrace.capture.differences import CheckReport
-from headrace.capture.function import CapturedFunction
-from headrace.capture.guards import GRADIENTS_REPLACED, Guards
-from headrace.capture.installed import is_sped_up, own_forwards
-from headrace.capture.known import Known
-from headrace.capture.learning_rates import LearningRates
-from headrace.capture.memory import StateBeforeCapture
-from headrace.capture.model_calls import is_inside_a_module, watch_models, why_not
-from headrace.capture.nested import map_tensors, parts_of
-from headrace.capture.obstacles import fused_or, state_obstacle
-from headrace.capture.part import PartReport, PartTally
-from headrace.capture.parts import SpeedUpHandle, speed_up
-from headrace.capture.reading import Reader
-from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
-from headrace.capture.signatures import signature
-from headrace.capture.speed_up_report import SpeedUpReport
-from headrace.capture.state import StepState, unique
-from headrace.capture.trace import StepTracer, Storage, storages
-from headrace.capture.turns import Turns
-from headrace.capture.user_compiled import describe_own_graphs, recurrent_obstacle
+from headrace.capture.state.learning_rates import LearningRates
+from headrace.capture.state.memory import StateBeforeCapture
+from headrace.capture.state.nested import map_tensors, parts_of
+from headrace.capture.state.signatures import signature
+from headrace.capture.state.state import StepState, unique
+from headrace.capture.watching.trace import StepTracer, Storage, storages
 
 __all__ = [
     "GRADIENTS_REPLACED",

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.capture.obstacles import state_obstacle
-from headrace.capture.state import StepState
+from headrace.capture.guards.obstacles import state_obstacle
+from headrace.capture.state.state import StepState
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError

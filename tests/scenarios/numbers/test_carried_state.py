@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import headrace as hr
-from headrace.capture.capturable_optimizer import CapturableOptimizer
+from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.device import Device
 from headrace.fake import FakeDevice
 from headrace.plan import Plan

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.capture.obstacles import hooks_so_far, state_obstacle
+from headrace.capture.guards.obstacles import hooks_so_far, state_obstacle
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 

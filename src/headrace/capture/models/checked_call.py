@@ -1,0 +1,148 @@
+"""A model's call that is run eagerly beside its replay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headrace.capture.guards.module_guards import ModuleGuards
+from headrace.capture.models.eager import running_inside
+from headrace.capture.models.outputs import Outputs
+from headrace.capture.reports.differences import Differences
+from headrace.capture.state.state import StepState
+from headrace.data import rebuild_batch
+from headrace.device import Device
+
+
+class CheckedCall:
+    """A model's call that is compared: the state before it, and then its eager twin, until the
+    backward."""
+
+    def __init__(
+        self,
+        differences: Differences,
+        device: Device,
+        model: torch.nn.Module,
+        host_state: torch.Tensor | None,
+    ) -> None:
+        self._differences, self._device, self._model = differences, device, model
+        self._random = device.random_state()
+        self._host_random = torch.get_rng_state() if host_state is None else host_state
+        #: Buffers and tensors that are attributes, each with its name and its clone.
+        self._clones: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        for name, holder, key in _tensors_of(model):
+            one = holder[key]
+            self._clones.setdefault(id(one), (name, one, one.clone()))
+        self._lower = torch.is_autocast_enabled(device.torch_device.type)
+        #: Of the eager call: outputs by number, leaves in place of parameters and arguments.
+        self._outputs: list[torch.Tensor] = []
+        self._aliases: list[torch.Tensor] = []
+        self._arguments: list[torch.Tensor] = []
+
+    def forward(
+        self,
+        step: StepState,
+        outputs: Outputs,
+        call: Any,
+        leaves: list[Any],
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        """Run the call eagerly on clones of its `leaves`, over fresh aliases of the parameters, and
+        compare with what the replay has `made`."""
+        device = self._device
+        random, host_random = device.random_state(), torch.get_rng_state()
+        device.set_random_state(self._random)
+        torch.set_rng_state(self._host_random)
+        self._arguments = [one.detach().clone().requires_grad_(one.requires_grad) for one in leaves]
+        try:
+            args, kwargs = rebuild_batch(call, self._arguments)
+            torch.clear_autocast_cache()
+            function: Any = step.function
+            with (
+                self._on_clones(),
+                ModuleGuards(self._model).aliases() as self._aliases,
+                running_inside(),
+            ):
+                result = function(*args, **kwargs)
+            torch.clear_autocast_cache()
+            self._outputs = outputs.find(result)
+            pairs = [
+                (f"output {number}", one, other.detach())
+                for number, (one, other) in enumerate(zip(made, self._outputs, strict=True))
+            ]
+            self._differences.compare(pairs, lower_precision=self._lower)
+            self._differences.compare(
+                [(f"buffer {name}", one, clone) for name, one, clone in self._clones.values()],
+                lower_precision=self._lower,
+            )
+            state = ("the random state after the call", random, device.random_state())
+            self._differences.compare([state])
+        finally:
+            device.set_random_state(random)
+            torch.set_rng_state(host_random)
+
+    @contextlib.contextmanager
+    def _on_clones(self) -> Iterator[None]:
+        """In the block the model has the clones."""
+        undo = []
+        try:
+            for _, holder, key in _tensors_of(self._model):
+                real = holder[key]
+                if id(real) in self._clones:
+                    undo.append((holder, key, real))
+                    holder[key] = self._clones[id(real)][2]
+            yield
+        finally:
+            for holder, key, real in undo:
+                holder[key] = real
+
+    def backward(
+        self,
+        replay: Callable[[], None],
+        roots: dict[int, torch.Tensor | None],
+        parameters: dict[str, int],
+        found: Callable[[str], torch.Tensor | None],
+        inputs: Sequence[int],
+        found_for_inputs: Sequence[torch.Tensor | None],
+    ) -> Callable[[], None]:
+        """A function that replays the backward and compares its gradients. `roots` are the outputs'
+        gradients by number, `parameters` the positions of the parameters that get one by name;
+        `found` returns a parameter's after the replay. `inputs` are the arguments that get one."""
+        outputs, self._outputs = self._outputs, []
+        sources = [self._aliases[at] for at in parameters.values()]
+        sources += [self._arguments[at] for at in inputs]
+        given = [(outputs[number], one) for number, one in roots.items() if one is not None]
+        expected = torch.autograd.grad(
+            [one for one, _ in given],
+            sources,
+            [gradient.clone() for _, gradient in given],
+            allow_unused=True,
+        )
+
+        def replay_and_compare() -> None:
+            replay()
+            names = [*(f"gradient of {name}" for name in parameters)]
+            names += [f"gradient of argument {at}" for at in inputs]
+            gradients = [*map(found, parameters), *found_for_inputs]
+            pairs = [
+                (name, one, other)
+                for name, one, other in zip(names, gradients, expected, strict=True)
+                if one is not None and other is not None
+            ]
+            self._differences.compare(pairs, lower_precision=self._lower)
+
+        return replay_and_compare
+
+
+def _tensors_of(model: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """A model's tensors that are no parameters: their names, and where they are kept."""
+    return [
+        (f"{path}.{key}" if path else key, holder, key)
+        for path, module in model.named_modules()
+        for holder in (module._buffers, vars(module))
+        for key, value in holder.items()
+        if isinstance(value, torch.Tensor) and not value.requires_grad
+    ]

@@ -1,0 +1,309 @@
+"""Places where Python keeps what a step reads, and what they held when they were last looked at."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy
+import torch
+
+from headrace.capture.reading.comparison import Comparison, has_items, listed
+from headrace.source_lines import Site
+
+_MAX_BYTES = 64_000  # larger arrays are not compared
+_MAX_ITEMS = 1000
+ABSENT = object()
+_CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
+_COMPARED_BY_VALUE = (torch.dtype, torch.device, types.MethodType, PurePath, range)
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+_SHARED_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
+
+
+@dataclass(eq=False)
+class Place:
+    """A place. `read_at` is the first line that reads it, `stored_at` one that changes it."""
+
+    kind: str
+    owner: Any
+    key: Any
+    name: str
+    read_at: Site | None
+    stored_at: Site | None = None
+    value: Any = None
+    of_class: type | None = None
+    is_by_value: bool = False
+
+    def now(self) -> Any:
+        """What the place holds; `ABSENT` for nothing."""
+        try:
+            if self.kind == "entry":
+                return self.owner[self.key]
+            if self.kind == "attribute":
+                return getattr(self.owner, self.key)
+        except Exception:  # no such key, or the user's code says in its own way that there is none
+            return ABSENT
+        return listed(self.owner) if self.kind == "items" else contents_of(self.owner)
+
+    def note(self) -> None:
+        """Take what the place holds now for what it should hold."""
+        self.value = self.now()
+
+    def is_same(self) -> bool:
+        """Whether it still holds the same object; what is compared by content, the same content."""
+        if self.kind == "items":
+            return has_items(self.owner, *self.value)
+        now = self.now()
+        return now is self.value or (self.kind == "contents" and bool(now == self.value))
+
+    def has_changed(self) -> bool:
+        """Whether it holds another value, which takes longer to say: objects may be equal."""
+        if self.kind != "items":
+            now = self.now()
+            return now is not self.value and not same_value(now, self.value)
+        (keys, items), (keys_before, items_before) = listed(self.owner), self.value
+        return not same_value(keys, keys_before) or not same_value(items, items_before)
+
+    def compare_by_value(self) -> None:
+        """It has got another object of equal value, and may get more of them."""
+        self.is_by_value = True
+
+    def restore(self) -> None:
+        """Put back what the place held."""
+        if self.is_same():
+            return
+        if self.kind == "contents":
+            _set_state(self.owner, self.value)
+        elif self.kind == "items":
+            _refill(self.owner, *self.value)
+        elif self.kind == "entry" and self.of_class is not None:
+            if self.value is ABSENT:
+                delattr(self.of_class, self.key)
+            else:
+                setattr(self.of_class, self.key, self.value)
+        elif self.kind == "entry":
+            if self.value is ABSENT:
+                del self.owner[self.key]
+            else:
+                self.owner[self.key] = self.value
+        elif self.value is ABSENT:
+            delattr(self.owner, self.key)
+        else:
+            setattr(self.owner, self.key, self.value)
+
+    def has_tensors(self) -> bool:
+        return _has_tensors(listed(self.owner)[1] if self.kind == "items" else self.now())
+
+    def compare_in(self, comparison: Comparison) -> None:
+        if self.is_by_value:
+            comparison.result(self.has_changed, False)
+        elif self.kind == "items":
+            comparison.items(self.owner, *self.value)
+        elif self.kind == "contents":
+            owner = self.owner
+            comparison.result(lambda: contents_of(owner), self.value)
+        elif self.value is ABSENT:
+            if self.kind == "entry":
+                comparison.absent(self.owner, self.key)
+            else:
+                comparison.result(lambda: self.now() is ABSENT, True)
+        elif self.kind == "entry":
+            comparison.entry(self.owner, self.key, self.value)
+        else:
+            comparison.attribute(self.owner, self.key, self.value)
+
+
+class Places:
+    """All places of a step, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, Any], Place] = {}
+        self._changed_at: dict[int, Site | None] = {}
+        #: The line that is being walked: it reads, or writes, what is added.
+        self.line: Site | None = None
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._found.values())
+
+    def reach(self, line: Site | None) -> None:
+        """The walk goes on at this line."""
+        self.line = line
+
+    def _add(self, kind: str, owner: Any, key: Any, name: str, of: type | None = None) -> Place:
+        # A class gives another view of its attributes each time.
+        place = self._found.get((kind, id(owner if of is None else of), key))
+        if place is None:
+            place = Place(kind, owner, key, name, self.line, of_class=of)
+            place.note()
+            self._found[kind, id(owner if of is None else of), key] = place
+        place.read_at = place.read_at or self.line
+        return place
+
+    def entry(self, mapping: Any, key: Any, name: str, *, kind: type | None = None) -> None:
+        """An item of a mapping or list, or an attribute in an object's, or a class's, dict."""
+        self._add("entry", mapping, key, name, kind)
+
+    #: A key that the mapping does not have: it may appear.
+    absent = entry
+
+    def attribute(self, owner: Any, name: str, full: str) -> Any:
+        """What is read with `owner.name`: a slot, a cell's content. Returns it, or `ABSENT`."""
+        return self._add("attribute", owner, name, full).value
+
+    def items(self, container: Any, name: str) -> None:
+        """The items of a container."""
+        self._add("items", container, None, name)
+
+    def contents(self, value: Any, name: str) -> None:
+        """The numbers in an array or a tensor on the host."""
+        if contents_of(value) is not None:
+            self._add("contents", value, None, name)
+
+    def function(self, function: types.FunctionType, name: str) -> None:
+        """A function's code and default arguments."""
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._add("attribute", function, part, f"{function.__name__}.{part}")
+        if function.__kwdefaults__:
+            self.items(function.__kwdefaults__, f"{function.__name__}.__kwdefaults__")
+
+    def stored(self, owner: Any, key: Any, name: str) -> None:
+        """Code writes to a place."""
+        kind = "attribute" if isinstance(owner, types.CellType) else "entry"
+        self._add(kind, owner, key, name).stored_at = self.line
+
+    def mark_stored(self, owner: Any, name: str, full: str) -> None:
+        """Code assigns an attribute. Where it is kept was noted when it was looked up."""
+        dicts = [getattr(owner, "__dict__", None)]
+        if isinstance(owner, torch.nn.Module):
+            dicts += [owner._parameters, owner._buffers]
+        for one in dicts:
+            place = self._found.get(("entry", id(one), name))
+            if place is not None:
+                place.stored_at = place.stored_at or self.line
+        for key in (("attribute", id(owner), name), ("entry", id(owner), name)):  # a slot, a class
+            if (place := self._found.get(key)) is not None:
+                place.stored_at = place.stored_at or self.line
+
+    def leave_out(self, key: str, owners: Iterable[Any]) -> None:
+        """Compare nothing that has this key, or these owners: the caller does."""
+        known = set(map(id, owners))
+        self._found = {
+            at: one for at, one in self._found.items() if at[2] != key and at[1] not in known
+        }
+
+    def changed_at(self, container: Any) -> None:
+        """Code changes the items of a container."""
+        self._changed_at.setdefault(id(container), self.line)
+
+    def line_of(self, place: Place) -> Site | None:
+        """The line that changes a place, else the first one that reads it."""
+        return place.stored_at or self._changed_at.get(id(place.owner)) or place.read_at
+
+
+def has_contents(value: Any) -> bool:
+    """Whether a value is to be compared by what it holds: numbers in memory, a context variable, or
+    a random generator of the host that only the program draws from. A watched step says whether it
+    draws from the others."""
+    if isinstance(value, ContextVar):
+        return True
+    if not isinstance(value, bytes | torch.Tensor | str | type):
+        try:
+            return memoryview(value).nbytes <= _MAX_BYTES
+        except (TypeError, ValueError):  # no numbers in memory
+            pass
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu" and value is not torch.default_generator
+    return isinstance(value, _GENERATORS) and not any(value is one for one in _SHARED_GENERATORS)
+
+
+def contents_of(value: Any) -> Any:
+    """What such a value, or a tensor on the host, holds; of a large tensor, how often it was
+    written. None if that cannot be said."""
+    if isinstance(value, ContextVar):
+        held = value.get(None)
+        return id(held), held
+    if isinstance(value, random.SystemRandom):
+        return object()  # the operating system's numbers always change
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, numpy.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return pickle.dumps(value.get_state(legacy=False))
+    if not isinstance(value, torch.Tensor):
+        return memoryview(value).tobytes()
+    if value.layout is torch.strided and value.numel() <= _MAX_ITEMS and value.device.type == "cpu":
+        try:
+            flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+            return flat.view(torch.uint8).numpy().tobytes()
+        except (RuntimeError, TypeError):  # quantized, or of a class with its own memory
+            pass
+    return None if value.is_inference() else value._version
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, equal constants, or containers of the same values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (*_CONSTANT_TYPES, numpy.generic)):
+        is_equal = bool(one == other) or bool(one != one and other != other)
+        return is_equal and repr(one) == repr(other)  # -0.0 differs from 0.0 only as text
+    if isinstance(one, tuple | list | set | frozenset | dict | deque):
+        # Code may build an equal container each time: compare the items.
+        if len(one) != len(other) or len(one) > _MAX_ITEMS:
+            return False
+        if isinstance(one, set | frozenset):
+            return bool(one == other)
+        if isinstance(one, dict):
+            pairs = zip(one.items(), other.items(), strict=True)  # in order, as code reads them
+            return all(same_value(a, b) and same_value(c, d) for (a, c), (b, d) in pairs)
+        return all(map(same_value, one, other))
+    if isinstance(one, _COMPARED_BY_VALUE):
+        return bool(one == other)
+    if isinstance(one, numpy.ndarray):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.nbytes <= _MAX_BYTES
+        return alike and one.tobytes() == other.tobytes()
+    return False
+
+
+def _has_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque):
+        return depth < 4 and any(_has_tensors(one, depth + 1) for one in list(value)[:_MAX_ITEMS])
+    return isinstance(value, torch.Tensor)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    """Put a generator back. The numbers of arrays and tensors stay: a capture writes none."""
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)  # noqa: S301 - our own
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(pickle.loads(state))  # noqa: S301 - our own
+
+
+def _refill(container: Any, keys: list[Any] | None, items: list[Any]) -> None:
+    if isinstance(container, list):
+        container[:] = items
+        return
+    put: Callable[[Any], Any] = (
+        container.extend if isinstance(container, deque) else container.update
+    )
+    container.clear()
+    put(items if keys is None else zip(keys, items, strict=True))

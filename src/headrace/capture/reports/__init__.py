@@ -1,0 +1,1 @@
+"""What became of graphs, in numbers and in words: replays, eager calls and why, checks."""

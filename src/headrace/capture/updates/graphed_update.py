@@ -1,0 +1,234 @@
+"""`GraphedUpdate`: an optimizer's step that is replayed as a graph, in anybody's loop.
+
+`optimizer.step` is replaced on the instance. The parameter groups stay the user's: learning rates
+are read from them at each step and written to the device, and other settings are part of the key
+that a graph belongs to. Only while the step is captured do the groups hold what a graph needs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headrace.capture.guards.group_settings import GroupSettings
+from headrace.capture.guards.read_values import ReadValues
+from headrace.capture.reports.part import FIRST_STEPS, NEW_GRADIENTS, PartReport, PartTally
+from headrace.capture.reports.report import describe_failure
+from headrace.capture.state.capturable_optimizer import CapturableOptimizer
+from headrace.capture.state.gradient_copies import GradientCopies
+from headrace.capture.state.state import StepState
+from headrace.capture.state.update_memory import UpdateMemory, optimized
+from headrace.capture.updates.captured_update import SCALER_INPUTS, CapturedUpdate, capture_update
+from headrace.device import Device
+from headrace.errors import CaptureError
+
+_GRADIENT = operator.attrgetter("grad")
+_MAX_GRAPHS = 8
+# After this many steps in a row with settings or gradients of their own, none is captured any more.
+_MAX_UNSETTLED = 20
+# After this many in a row in which only the gradients' memory is another, they are copied.
+_MOVES_BEFORE_COPIES = 5
+
+
+class GraphedUpdate:
+    """Replays an optimizer's step. `after` steps run eagerly first."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        *,
+        name: str,
+        after: int,
+        check: int = 0,
+    ) -> None:
+        self._optimizer = optimizer
+        self._state = StepState(device, optimizer.step, (), (optimizer,))
+        self.part = PartTally(device, name, check)
+        self._settings = GroupSettings()
+        self._settling = _Settling(after)
+        self._graphs: dict[Hashable, CapturedUpdate] = {}
+        self._basis: _Basis | None = None
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        why = self.part.why
+        if why is not None or torch.compiler.is_compiling() or self._state.device.is_capturing():
+            return self._run(why or "called inside another captured part", closure)
+        loss = None
+        if closure is not None:
+            if not _calls_closure_first(self._optimizer):
+                why = (
+                    f"{type(self._optimizer).__name__} may call its closure more than once in a "
+                    "step, or at another time than first"
+                )
+                self.give_up(why)
+                return self._run(why, closure)
+            with torch.enable_grad():
+                loss = closure()
+        graph = self._graph_or_reason()
+        if isinstance(graph, str):
+            self._run(graph, None)
+        else:
+            with self.part.check.step(self._optimizer):
+                graph.replay(self._optimizer)
+            self.part.replayed()
+        return loss
+
+    def _run(self, why: str, closure: Callable[[], Any] | None) -> Any:
+        self.part.ran_eagerly(why)
+        step: Any = self._state.function
+        return step() if closure is None else step(closure)
+
+    def _graph_or_reason(self) -> CapturedUpdate | str:
+        """The graph of this step; else why the step must run eagerly."""
+        if self._settling.is_early():
+            return FIRST_STEPS
+        parameters = optimized(self._optimizer)
+        if self._basis is not None and (changed := self._basis.difference(parameters)) is not None:
+            self._drop_graphs()
+            if self.part.note_change():
+                self.give_up(f"{changed} (again and again)")
+                return changed
+        gradients = list(map(_GRADIENT, parameters))
+        scales = [getattr(self._optimizer, name, None) is not None for name in SCALER_INPUTS]
+        settings = (self._settings.read(self._state), *scales)
+        key = (*settings, *_addresses(gradients))
+        if (graph := self._graphs.get(key)) is not None:
+            return graph
+        # A scaled step writes to its gradients.
+        elsewhere = None if any(scales) else (*settings, None, *[one is None for one in gradients])
+        if (graph := self._graphs.get(elsewhere)) is not None:
+            return graph
+        try:
+            if self._settling.has_settled(key, gradients):
+                graph = self._graphs[key] = self._capture()
+            elif elsewhere is not None and self._settling.only_gradients_move(elsewhere):
+                graph = self._graphs[elsewhere] = self._capture(copied=True)
+            else:
+                return NEW_GRADIENTS
+        except CaptureError as problem:
+            why = describe_failure(problem)
+            self.give_up(why)
+            return why
+        return graph
+
+    def _capture(self, *, copied: bool = False) -> CapturedUpdate:
+        if len(self._graphs) >= _MAX_GRAPHS:
+            self._drop_graphs()
+        with ExitStack() as undo:
+            basis = self._basis
+            if basis is None:
+                basis = _Basis(self._state)
+                undo.callback(basis.capturable.undo)
+            with self.part.capturing():
+                copies = basis.copies if copied else None
+                graph = capture_update(self._state, basis.capturable, basis.pool, copies)
+            undo.pop_all()
+        basis.note_capture()
+        self.part.note_rounding(basis.capturable.rounding)
+        self._basis = basis
+        return graph
+
+    def give_up(self, why: str) -> None:
+        """Run all later steps eagerly."""
+        if self.part.give_up(why):
+            self._drop_graphs()
+
+    def close(self) -> None:
+        self.part.close()
+        self._drop_graphs()
+
+    def report(self) -> PartReport:
+        """What became of the optimizer."""
+        return self.part.report()
+
+    def _drop_graphs(self) -> None:
+        with self.part.closing():
+            for graph in self._graphs.values():
+                graph.close()
+        self._graphs.clear()
+        self._settling.forget()
+        self._basis = None
+
+
+class _Basis:
+    """What an optimizer's graphs share, until something of it is replaced."""
+
+    def __init__(self, state: StepState) -> None:
+        (self._optimizer,) = state.optimizers
+        # PyTorch's own step reads nothing that other checks do not compare; the user's may.
+        self._code = ReadValues(replace(state, function=None))
+        self.capturable = CapturableOptimizer(state.device, self._optimizer)
+        self.pool = state.device.graph_pool()
+        self.copies = GradientCopies(optimized(self._optimizer))
+        self._memory = UpdateMemory(self._optimizer)
+
+    def note_capture(self) -> None:
+        """Graphs now use the present memory."""
+        self._memory = UpdateMemory(self._optimizer)
+
+    def difference(self, parameters: list[torch.Tensor]) -> str | None:
+        """What is not as it was when graphs were captured."""
+        if self._memory.has_moved(parameters):
+            return "its parameters or its state are replaced"
+        changed = self._code.changed()
+        return None if changed is None else str(changed)
+
+
+class _Settling:
+    """Which steps may be captured: those that have the settings and the gradients of the step
+    before, or its settings again and again while the gradients' memory is always another. The first
+    steps, `early` in number, may not."""
+
+    def __init__(self, early: int) -> None:
+        self._early = early
+        self._last: tuple[Hashable, list[int]] | None = None
+        self._unsettled = self._moves = 0
+        self._last_copied: Hashable = None
+
+    def is_early(self) -> bool:
+        """Whether this step is one of the first. Counts it."""
+        self._early -= 1
+        return self._early >= 0
+
+    def has_settled(self, key: Hashable, gradients: list[Any]) -> bool:
+        """Whether a step that has no graph may get one."""
+        last, self._last = self._last, (key, list(map(id, gradients)))
+        if last == self._last:
+            self._unsettled = 0
+            return True
+        self._unsettled += 1
+        if self._unsettled >= _MAX_UNSETTLED:
+            raise CaptureError(
+                "each step finds other settings, or its gradients in other memory as an eager "
+                "backward leaves them, and a graph would use the old ones"
+            )
+        return False
+
+    def only_gradients_move(self, key: Hashable) -> bool:
+        """Whether a step that has not settled may be captured with copies of its gradients. `key`
+        is what such a graph depends on."""
+        last, self._last_copied = self._last_copied, key
+        self._moves = self._moves + 1 if last == key else 0
+        return self._moves >= _MOVES_BEFORE_COPIES
+
+    def forget(self) -> None:
+        self._last = self._last_copied = None
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step begins with one call of its closure, as those of PyTorch's optimizers do."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+
+
+def _addresses(gradients: list[Any]) -> list[int]:
+    try:
+        return list(map(torch.Tensor.data_ptr, gradients))
+    except TypeError:  # some are None
+        return [0 if one is None else one.data_ptr() for one in gradients]
