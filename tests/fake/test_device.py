@@ -18,6 +18,8 @@ import torch
 
 from headrace.errors import RaceError
 from headrace.fake import FakeDevice, host_threads, patches
+from headrace.fake.device import replacements
+from headrace.fake.patches import Replacement
 
 
 def unordered_copy(device: FakeDevice) -> torch.Tensor:
@@ -319,21 +321,21 @@ class TestFixture:
         assert "fake_device.copy(slot" not in "".join(run.stdout.splitlines()[:3])
 
 
-def test_an_interrupt_while_a_device_begins_leaves_nothing_patched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class _Interrupting:
     """A test's timeout may strike at any moment; later tests must not find patches of patches."""
-    before = {(owner, name): vars(owner).get(name) for owner, name, _ in patches._patches}
-    exchange = patches._exchange
 
-    def interrupted(changes: list[Any]) -> None:
-        exchange(changes[: len(changes) // 2])
-        monkeypatch.setattr(patches, "_exchange", exchange)
+    name = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(patches, "_exchange", interrupted)
-    with pytest.raises(KeyboardInterrupt), FakeDevice():
-        raise AssertionError("is never reached")
+
+def test_an_interrupt_while_a_device_begins_leaves_nothing_patched() -> None:
+    before = {(one.owner, one.name): vars(one.owner).get(one.name) for one in replacements()}
+    table = replacements()
+    table.insert(len(table) // 2, Replacement(_Interrupting(), "name", 1))
+    with pytest.raises(KeyboardInterrupt):
+        patches.install(FakeDevice(), table)
     assert all(vars(owner).get(name) is old for (owner, name), old in before.items())
     with FakeDevice() as device:
         assert threading.Lock is not before[threading, "Lock"]

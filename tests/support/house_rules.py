@@ -57,7 +57,7 @@ TESTED_IN = {
     "engine/graphs/test_step_graphs.py": ("engine/graphs/graph_state.py", "engine/graph_timing.py"),
     "fake/test_fake_cuda.py": (
         *("fake/cuda/block.py", "fake/cuda/device.py", "fake/cuda/legacy.py"),
-        *("fake/cuda/namespace.py", "fake/cuda/random.py", "fake/cuda/replacing.py"),
+        *("fake/cuda/namespace.py", "fake/cuda/random.py"),
         *("fake/cuda/state.py", "fake/cuda/streams.py", "fake/cuda/tensors.py"),
         *("fake/orders.py", "fake/pytest_plugin.py", "fake/program.py"),
     ),
@@ -115,8 +115,8 @@ FIELDS_OF_LIBRARIES = {
     "engine/update/nonfinite.py": ("optimizer.found_inf",),
     "engine/update/schedules.py": ("self._scheduler.restore_lr", "wrapper._opt_called"),
     "fake/cuda/namespace.py": ("copied.__kwdefaults__",),
-    "fake/cuda/replacing.py": ("old.__code__", "old.__new__"),
     "fake/device.py": ("self._thread.modes",),
+    "fake/patches.py": ("old.__code__", "old.__new__"),
     "fake/host_threads.py": ("_TracedDeque.__name__", "thread._headrace_ends", "thread.run"),
     "integrations/lightning_values.py": ("one.meta.prog_bar",),
     "integrations/transformers.py": ("config.non_blocking",),

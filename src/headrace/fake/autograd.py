@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ import torch
 from torch.autograd import Variable
 
 from headrace.fake import graphs, patches
+from headrace.fake.patches import Replacement
 from headrace.races.checker import Clock, join, storage_key
 from headrace.races.operators import tensors
 from headrace.races.race import calling_site
@@ -331,7 +332,8 @@ def _watched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return run
 
 
-patches.patch(torch.autograd, "_engine_run_backward", _run_backward)
-patches.patch(Variable, _ENGINE, _Engine())
-patches.patch(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
-patches.patch(torch.autograd.Function, "apply", classmethod(_apply))
+def replacements() -> Iterator[Replacement]:
+    yield Replacement(torch.autograd, "_engine_run_backward", _run_backward)
+    yield Replacement(Variable, _ENGINE, _Engine())
+    yield Replacement(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
+    yield Replacement(torch.autograd.Function, "apply", classmethod(_apply))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from headrace.fake import autograd, patches
+from headrace.fake.patches import Replacement
 from headrace.races.checker import storage_key
 from headrace.races.operators import Operation, tensors
 
@@ -203,8 +204,7 @@ def _is_completed(kind: Any, name: str) -> Callable[..., Any]:
             return patches.original(kind, name)(self)
         if not all(event.query() for event in ends):
             return False
-        transport = next(work for work in type(self).__mro__ if work in _works)
-        patches.original(transport, "wait")(self)  # it may be slower than the virtual clock
+        patches.original(type(self), "wait")(self)  # it may be slower than the virtual clock
         return True
 
     return call
@@ -288,7 +288,7 @@ def _reducer(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
 
 def _rebuild_buckets(reducer: Any) -> Any:
     with _allocating_for(_parameters.get(reducer, ())):
-        return patches.original(_Reducer, "_rebuild_buckets")(reducer)
+        return patches.originals["_rebuild_buckets"](reducer)
 
 
 @contextmanager
@@ -301,22 +301,24 @@ def _allocating_for(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-if torch.distributed.is_available():
-    _Group, _Work = torch.distributed.ProcessGroup, torch.distributed.Work
-    for _name, _method in list(vars(_Group).items()):
-        if _returns_work(_method):
-            patches.patch(_Group, _name, _launching(_Group, _name))
-    _works = [kind for kind in (_Work, *_Work.__subclasses__()) if "wait" in vars(kind)]
-    for _kind, _name, _wrapper in (
-        *((kind, "wait", _wait) for kind in _works),
-        (_Work, "synchronize", _wait),
-        (_Work, "is_completed", _is_completed),
-        (_Work, "get_future", _get_future),
+def replacements() -> Iterator[Replacement]:
+    if not torch.distributed.is_available():
+        return
+    group, base = torch.distributed.ProcessGroup, torch.distributed.Work
+    for name, method in list(vars(group).items()):
+        if _returns_work(method):
+            yield Replacement(group, name, _launching(group, name))
+    works = [kind for kind in (base, *base.__subclasses__()) if "wait" in vars(kind)]
+    for kind, name, wrapper in (
+        *((kind, "wait", _wait) for kind in works),
+        (base, "synchronize", _wait),
+        (base, "is_completed", _is_completed),
+        (base, "get_future", _get_future),
         (torch._C.Future, "wait", _wait),
         (torch._C.Future, "then", _then),
     ):
-        patches.patch(_kind, _name, _wrapper(_kind, _name))
-    _Reducer: Any = vars(torch.distributed)["Reducer"]
-    patches.patch(torch.distributed, "Reducer", _reducer)
-    patches.patch(_Reducer, "_rebuild_buckets", _rebuild_buckets)
-    patches.patch(torch.distributed, "_register_comm_hook", _register_comm_hook)
+        yield Replacement(kind, name, wrapper(kind, name))
+    reducer: Any = vars(torch.distributed)["Reducer"]
+    yield Replacement(torch.distributed, "Reducer", _reducer)
+    yield Replacement(reducer, "_rebuild_buckets", _rebuild_buckets)
+    yield Replacement(torch.distributed, "_register_comm_hook", _register_comm_hook)

@@ -32,7 +32,16 @@ from headrace.device import (
     host_wait,
 )
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
-from headrace.fake import autograd, faults, graphs, host_threads, patches
+from headrace.fake import (
+    autograd,
+    collectives,
+    faults,
+    function_mode,
+    graphs,
+    host_threads,
+    numpy_views,
+    patches,
+)
 from headrace.fake.costs import Costs
 from headrace.fake.dispatch_mode import DispatchMode
 from headrace.fake.function_mode import FunctionMode, ModeCall
@@ -54,6 +63,12 @@ from headrace.races.race import (
 from headrace.source_lines import Site, users_line
 
 _NS_PER_US = 1_000
+
+
+def replacements() -> list[patches.Replacement]:
+    """What is replaced in PyTorch and the standard library while a fake device is in use."""
+    parts = (host_threads, autograd, graphs, numpy_views, function_mode, collectives)
+    return [one for part in parts for one in part.replacements()]
 
 
 class FakeDevice(host_threads.Hosts):
@@ -133,7 +148,7 @@ class FakeDevice(host_threads.Hosts):
     def __enter__(self) -> FakeDevice:
         """Watch the operations of this thread, and of threads it starts, until `__exit__`."""
         if self._entered == 0:
-            patches.install(self)
+            patches.install(self, replacements())
         self._entered += 1
         self.enter_modes()
         return self

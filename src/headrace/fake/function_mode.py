@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.device import host_copy
 from headrace.fake import autograd, numpy_views, patches
+from headrace.fake.patches import Replacement
 from headrace.races.operators import dispatches_itself, tensors
 from headrace.races.race import calling_site
 from headrace.source_lines import HEADRACE, TORCH
@@ -270,9 +271,6 @@ def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
     return patches.originals["_reduce_ex_internal"](tensor, protocol)
 
 
-patches.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
-
-
 def _storage_is_copied(tensor: torch.Tensor) -> bool:
     """Whether `torch.save` copies the tensor's storage to the host afterwards, which is seen. It
     does if the storage says that it lies elsewhere."""
@@ -330,11 +328,6 @@ def _sharing(name: str) -> Callable[..., Any]:
         return result
 
     return make
-
-
-patches.patch(torch.UntypedStorage, "resize_", _resize_storage)
-for _name in ("from_numpy", "from_dlpack", "frombuffer"):
-    patches.patch(torch, _name, _sharing(_name))
 
 
 def _note_numbers(device: FakeDevice, data: Any) -> None:
@@ -475,9 +468,6 @@ def _device(tensor: torch.Tensor) -> torch.device:
     return real
 
 
-patches.patch(torch.Tensor, "device", property(_device))
-
-
 # --- devices as arguments -------------------------------------------------------------------------
 
 
@@ -491,7 +481,13 @@ def _grouped(lists: Any, *args: Any) -> Any:
     }
 
 
-patches.patch(torch._C, _GROUPING, _grouped)
+def replacements() -> Iterator[Replacement]:
+    yield Replacement(torch.Tensor, "device", property(_device))
+    yield Replacement(torch.Tensor, "_reduce_ex_internal", _pickle)
+    yield Replacement(torch.UntypedStorage, "resize_", _resize_storage)
+    for name in ("from_numpy", "from_dlpack", "frombuffer"):
+        yield Replacement(torch, name, _sharing(name))
+    yield Replacement(torch._C, _GROUPING, _grouped)
 
 
 def _parse_to(device: FakeDevice, args: Any, kwargs: Any) -> tuple[Any, Any, bool, Any]:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from headrace.device import Graph, Obstacle, Result, noting_host_draws
+from headrace.device import Graph, Obstacle, Result, cuda_namespace, noting_host_draws
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.fake import patches
 from headrace.fake.branches import Branches
 from headrace.fake.graph_pools import GraphPool, fill_with_garbage
+from headrace.fake.patches import Replacement
 from headrace.fake.raw_memory import bytes_of, references, unobserved
 from headrace.races.checker import Clock, storage_key
 from headrace.races.operators import Operation, tensors
@@ -400,7 +401,7 @@ def _is_capturing() -> bool:
             return True
         if query is not None and query.ask():
             return True
-    return torch.cuda.is_available() and bool(patches.originals[_IS_CAPTURING]())
+    return cuda_namespace().is_available() and bool(patches.originals[_IS_CAPTURING]())
 
 
 def _capturable_devices(supports_xla: bool = True) -> list[str]:
@@ -421,9 +422,10 @@ def _not_captured(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in ("manual_seed", "set_rng_state"):
-    patches.patch(torch.random, _name, _not_captured(_name))
-patches.patch(torch.cuda.graphs, _IS_CAPTURING, _is_capturing)
-patches.patch(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
-_optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
-patches.patch(_optimizer, "_get_capturable_supported_devices", _capturable_devices)
+def replacements() -> Iterator[Replacement]:
+    for name in ("manual_seed", "set_rng_state"):
+        yield Replacement(torch.random, name, _not_captured(name))
+    yield Replacement(cuda_namespace().graphs, _IS_CAPTURING, _is_capturing)
+    yield Replacement(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
+    yield Replacement(optimizer, "_get_capturable_supported_devices", _capturable_devices)

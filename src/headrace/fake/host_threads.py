@@ -16,12 +16,14 @@ import queue
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from headrace.device import Device, Ledger
 from headrace.fake import patches
+from headrace.fake.patches import Replacement
 from headrace.races.checker import Checker, Clock, Host, StreamView, join
 
 # Locks made by these packages hand nothing over between the user's threads.
@@ -302,7 +304,7 @@ def _learns_always(kind: Any, name: str) -> Any:
     return call
 
 
-for _kind, _name, _wrapper in (
+_HANDING_OVER = (
     (threading.Event, "set", _publishes),
     (threading.Event, "is_set", _learns),
     (threading.Event, "wait", _learns),
@@ -314,8 +316,7 @@ for _kind, _name, _wrapper in (
     (queue.Queue, "get", _learns_always),
     (queue.Queue, "task_done", _publishes),
     (queue.Queue, "join", _learns_always),
-):
-    patches.patch(_kind, _name, _wrapper(_kind, _name))
+)
 
 
 def traced_lock() -> Any:
@@ -338,10 +339,13 @@ def _called_from_untraced() -> bool:
     return any(caller == name or caller.startswith(f"{name}.") for name in _UNTRACED_CALLERS)
 
 
-patches.patch(threading.Thread, "start", _start)
-patches.patch(threading.Thread, "join", _join)
-patches.patch(threading, "Lock", _lock)
-patches.patch(threading, "RLock", _rlock)
-patches.patch(collections, "deque", _TracedDeque)
-# The C queue has no lock to trace; the standard library's Python version has.
-patches.patch(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
+def replacements() -> Iterator[Replacement]:
+    yield Replacement(threading.Thread, "start", _start)
+    yield Replacement(threading.Thread, "join", _join)
+    yield Replacement(threading, "Lock", _lock)
+    yield Replacement(threading, "RLock", _rlock)
+    yield Replacement(collections, "deque", _TracedDeque)
+    # The C queue has no lock to trace; the standard library's Python version has.
+    yield Replacement(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
+    for kind, name, wrapper in _HANDING_OVER:
+        yield Replacement(kind, name, wrapper(kind, name))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.fake import patches
+from headrace.fake.patches import Replacement
 from headrace.fake.raw_memory import unobserved
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ def _as_array(*args: Any, **kwargs: Any) -> Any:
     return array
 
 
-patches.patch(np.ctypeslib, "as_array", _as_array)
+def replacements() -> Iterator[Replacement]:
+    yield Replacement(np.ctypeslib, "as_array", _as_array)
 
 
 def _touch(array: Any, *, reads: bool) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.fake import FakeDevice, patches
+from headrace.fake.device import replacements
 
 LENGTH, STREAMS, EVENTS, BUFFERS, MADE, WORKS, LOCKS = 24, 4, 3, 2, 4, 2, 2
 Bytes = frozenset[int]
@@ -858,7 +859,7 @@ class _Anchor(FakeDevice):
 def patched_once() -> Iterator[None]:
     """Run many programs in the block: to patch PyTorch takes longer than one of them."""
     anchor = _Anchor(index=2)
-    patches.install(anchor)
+    patches.install(anchor, replacements())
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from headrace.fake import patches
 from headrace.fake.cuda import state
 from headrace.fake.cuda.device import FakeCuda
 from headrace.fake.cuda.namespace import replacements
-from headrace.fake.cuda.replacing import Replacer
 
 
 @contextmanager
@@ -36,8 +36,9 @@ def fake_cuda(**options: Any) -> Iterator[FakeCuda]:
         raise DeviceError(
             "fake_cuda() was entered inside fake_cuda(): expected one block at a time"
         )
+    _handle_forks()
     device = FakeCuda(**options)
-    replacer = Replacer()
+    replacer = patches.Replacer(everywhere=True)
     with ExitStack() as afterwards:
         afterwards.enter_context(_compiled_code_runs_eagerly())
         replacer.install(replacements())
@@ -94,8 +95,10 @@ def _after_fork_in_child() -> None:
     state.after_fork_in_child()
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
+@cache
+def _handle_forks() -> None:
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

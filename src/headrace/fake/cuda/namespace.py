@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from headrace.fake.cuda import state
 from headrace.fake.cuda.legacy import legacy_types, set_default_tensor_type
 from headrace.fake.cuda.random import Generator
-from headrace.fake.cuda.replacing import Replacement
 from headrace.fake.cuda.streams import (
     CudaEvent,
     CUDAGraph,
@@ -31,6 +30,7 @@ from headrace.fake.cuda.streams import (
     stream_of,
 )
 from headrace.fake.cuda.tensors import is_cpu, is_cuda
+from headrace.fake.patches import Replacement
 from headrace.fake.raw_memory import unobserved
 
 _CYCLES_PER_MS = 1_000_000
