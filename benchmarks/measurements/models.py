@@ -1,15 +1,15 @@
 """Which models of transformers, timm and torchvision `hr.speed_up` captures, and are they equal?
 
-    python benchmarks/measurements/models.py --processes 4 --out models.json
+    python benchmarks/measurements/models.py --processes 4 --seconds 500 --out models.json
     python benchmarks/measurements/models.py --device fake bert resnet18
     python benchmarks/measurements/models.py --table models.json
     python benchmarks/measurements/models.py --table models.json later.json --page docs/models.md
 
 Each model trains plain, plain again, and sped up, from the same weights on the same batches: losses
-and weights are compared bit for bit. Then its step is timed plain and sped up, in turns. Batches
-alternate between two, whose objects (boxes) differ in number where the model takes some. Several
-processes share the GPU, so that times say whether there is a gain, not how large it is to a
-percent. A model that ends its process costs its own row.
+and weights are compared bit for bit, with deterministic kernels where there are some. Then its step
+is timed plain and sped up, in turns. Batches alternate between two, whose objects (boxes) differ in
+number where the model takes some. Several processes share the GPU, so that times say whether there
+is a gain, not how large it is to a percent. A model that ends its process costs its own row.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -144,6 +145,8 @@ def measure(listed: Listed, device: Device, *, tiny: bool, timed: bool) -> dict[
     original, draw = listed.make(tiny)
     batches = [moved(draw(), device.torch_device) for _ in range(2)]
     with deterministic_kernels(True):
+        # The backward of CTC's loss and of torchvision's operators has no deterministic kernel.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         plain, again, fast = (
             compared(original, batches, device, sped_up=sped_up) for sped_up in (False, False, True)
         )
@@ -193,6 +196,7 @@ class Worker:
 
     def __init__(self, names: list[str], options: argparse.Namespace) -> None:
         self._names, self._options = names, options
+        self._is_over = False
         self._start()
 
     def _start(self) -> None:
@@ -203,8 +207,13 @@ class Worker:
             text=True,
         )
 
+    def end(self) -> None:
+        """Leave what has not been measured."""
+        self._is_over = True
+        self._process.kill()
+
     def rows(self) -> Any:
-        while self._names:
+        while self._names and not self._is_over:
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 found = json.loads(line) if line.startswith("{") else {}
@@ -212,7 +221,7 @@ class Worker:
                     self._names.pop(0)
                     yield found
             code = self._process.wait()
-            if self._names:
+            if self._names and not self._is_over:
                 library, model = self._names.pop(0).split("/")
                 yield {"library": library, "model": model, "way": "failed",
                        "why": f"its process ended with {code}"}  # fmt: skip
@@ -325,6 +334,7 @@ def main() -> None:
         "--table", type=Path, nargs="+", help="print stored results as a table; later ones count"
     )
     parser.add_argument("--page", type=Path, help="with --table: write the page of the docs")
+    parser.add_argument("--seconds", type=float, help="leave what is not measured by then")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -351,9 +361,18 @@ def main() -> None:
                 options.out.write_text(json.dumps(header("models.py") | {"models": rows}, indent=1))
 
     shares = [names[at :: options.processes] for at in range(options.processes)]
-    with ThreadPoolExecutor(len(shares)) as pool:
-        list(pool.map(take, [Worker(share, options) for share in shares if share]))
+    workers = [Worker(share, options) for share in shares if share]
+    timers = [threading.Timer(options.seconds or threading.TIMEOUT_MAX, one.end) for one in workers]
+    for timer in timers:
+        timer.start()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(take, workers))
+    for timer in timers:
+        timer.cancel()
     print(table(rows))
+    measured = {f"{row['library']}/{row['model']}" for row in rows}
+    if left := [one for one in names if one not in measured]:
+        print(f"left out, for want of time: {' '.join(left)}")
 
 
 if __name__ == "__main__":

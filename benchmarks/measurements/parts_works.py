@@ -55,21 +55,23 @@ def parts_in(made: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def sped_up(module: Any, device: Device, handles: list[hr.SpeedUpHandle]) -> Iterator[None]:
-    """In the block, `module.work()` returns parts that are sped up."""
-    original = module.work
+def sped_up(
+    namespace: dict[str, Any], device: Device, handles: list[hr.SpeedUpHandle], **options: Any
+) -> Iterator[None]:
+    """In the block, `work()` of a module's namespace returns parts that are sped up."""
+    original = namespace["work"]
 
     @functools.wraps(original)
     def work(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        handles.append(hr.speed_up(*parts_in(made), device=device))
+        handles.append(hr.speed_up(*parts_in(made), device=device, **options))
         return made
 
-    module.work = work
+    namespace["work"] = work
     try:
         yield
     finally:
-        module.work = original
+        namespace["work"] = original
 
 
 def run(
@@ -78,7 +80,7 @@ def run(
     """The losses of a run, ms a step over its second half, and the report."""
     handles: list[hr.SpeedUpHandle] = []
     options = {"tiny": True} if tiny else {}
-    with sped_up(module, device, handles) if speed else contextlib.nullcontext():
+    with sped_up(vars(module), device, handles) if speed else contextlib.nullcontext():
         losses, begun = [], 0.0
         training = module.train(device.torch_device, **options)
         for at, loss in enumerate(islice(training, steps)):
