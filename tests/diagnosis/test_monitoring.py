@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 import headrace as hr
 from headrace.diagnosis import monitoring
-from headrace.diagnosis.monitoring import numbers_of, to_trackers
+from headrace.diagnosis.monitoring import ActiveTrackers, numbers_of
 from headrace.diagnosis.step_monitor import StepFigures, WaitingLine
 
 FIGURES = StepFigures(7, 5, 1.5, 2.0, 0.25, (WaitingLine("train.py:3", ".item()", 0.5),))
@@ -61,17 +62,43 @@ def test_active_trackers_get_numbers() -> None:
     mlflow = SimpleNamespace(
         active_run=object, log_metrics=lambda values, step: logged.append((values, step))
     )
-    to_trackers(FIGURES, {"wandb": SimpleNamespace(run=run), "mlflow": mlflow})
-    assert logged[0] == (numbers_of(FIGURES), False)
-    assert logged[0][0]["steps/wait_ms/train.py:3"] == 0.5
-    assert logged[1][1] == 7
-    assert "steps/wait_ms/train.py line 3" in logged[1][0]
+    ActiveTrackers({"wandb": SimpleNamespace(run=run), "mlflow": mlflow}).log(FIGURES)
+    assert logged == [(numbers_of(FIGURES), False), (numbers_of(FIGURES), 7)]
+    assert logged[0][0]["steps/wait_ms/train.py line 3"] == 0.5
 
 
-def test_trackers_that_are_not_active_get_nothing() -> None:
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("/home/me/train.py:3", "home/me/train.py line 3"),
+        ("../train (1).py:3", "train _1_.py line 3"),
+        ("<stdin>:3", "_stdin_ line 3"),
+        ("C:\\me\\train.py:3", "C_/me/train.py line 3"),
+    ],
+)
+def test_a_name_is_one_that_mlflow_stores(place: str, name: str) -> None:
+    figures = replace(FIGURES, waits=(WaitingLine(place, ".item()", 0.5),))
+    assert numbers_of(figures)[f"steps/wait_ms/{name}"] == 0.5
+
+
+def test_a_tracker_that_fails_is_left_alone_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(values: Any, step: int) -> None:
+        raise OSError("the server is gone")
+
+    mlflow = SimpleNamespace(active_run=object, log_metrics=fail)
+    trackers = ActiveTrackers({"mlflow": mlflow})
+    trackers.log(FIGURES)
+    trackers.log(FIGURES)
+    assert caplog.messages == ["mlflow gets no more figures of steps: the server is gone"]
+
+
+def test_trackers_that_are_not_active_get_nothing(caplog: pytest.LogCaptureFixture) -> None:
     mlflow = SimpleNamespace(active_run=lambda: None)  # log_metrics would begin a run
-    to_trackers(FIGURES, {"wandb": SimpleNamespace(run=None), "mlflow": mlflow})
-    to_trackers(FIGURES, {})
+    ActiveTrackers({"wandb": SimpleNamespace(run=None), "mlflow": mlflow}).log(FIGURES)
+    ActiveTrackers({}).log(FIGURES)
+    assert caplog.messages == []
 
 
 def test_the_environment_watches_a_whole_process(

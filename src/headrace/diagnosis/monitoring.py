@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,9 +16,13 @@ from typing import Any
 from headrace.diagnosis.step_monitor import StepFigures, StepMonitor, Use
 from headrace.lifecycle import MetricsLog
 
+log = logging.getLogger("headrace")
+
 #: Watches the steps of the whole process: 1, or the file for the figures.
 VARIABLE = "HEADRACE_MONITOR"
 _EVERY_S = 10.0
+#: MLflow allows no others in a name.
+_NOT_IN_NAMES = re.compile(r"[^\w\-. /]+")
 
 Target = str | os.PathLike[str] | Use | None
 
@@ -51,6 +57,7 @@ class _StoringMonitor(StepMonitor):
         self._to = to
         self._tensorboard = None if tensorboard is None else Path(tensorboard)
         self._file: MetricsLog | None = None
+        self._trackers = ActiveTrackers(sys.modules)
 
     def __enter__(self) -> StepMonitor:
         path = os.devnull if self._to is None or callable(self._to) else self._to
@@ -69,28 +76,55 @@ class _StoringMonitor(StepMonitor):
         if self._file is not None:
             values = asdict(figures)
             self._file.write("steps", values.pop("step"), **values)
-        to_trackers(figures, sys.modules)
+        self._trackers.log(figures)
 
 
 def numbers_of(figures: StepFigures) -> dict[str, float]:
     """The figures as experiment trackers store them."""
     values = asdict(figures)
     kept = {name: values[name] for name in values if name not in ("step", "steps", "waits")}
-    kept |= {f"wait_ms/{one.place}": one.ms for one in figures.waits}
+    kept |= {f"wait_ms/{_name(one.place)}": one.ms for one in figures.waits}
     return {f"steps/{name}": value for name, value in kept.items() if value is not None}
 
 
-def to_trackers(figures: StepFigures, modules: Mapping[str, object]) -> None:
-    """Hand the figures to the active runs of Weights & Biases and MLflow. `modules` are those that
-    the script has imported."""
-    run = getattr(modules.get("wandb"), "run", None)
+def _name(place: str) -> str:
+    """A file and its line as a part of a metric's name: MLflow may store it as a path."""
+    file, _, line = place.rpartition(":")
+    parts = [part for part in re.split(r"[/\\]", file) if part.strip(". ")]
+    return _NOT_IN_NAMES.sub("_", f"{'/'.join(parts)} line {line}")
+
+
+class ActiveTrackers:
+    """The active runs of Weights & Biases and MLflow. `modules` are those that the script has
+    imported. If one fails, a warning says so once, and the training goes on."""
+
+    def __init__(self, modules: Mapping[str, object]) -> None:
+        self._modules = modules
+        self._failed: set[str] = set()
+
+    def log(self, figures: StepFigures) -> None:
+        """Hand the figures to the runs that are active now."""
+        numbers = numbers_of(figures)
+        for name, hand_on in (("wandb", _to_wandb), ("mlflow", _to_mlflow)):
+            module = self._modules.get(name)
+            if module is None or name in self._failed:
+                continue
+            try:
+                hand_on(module, numbers, figures.step)
+            except Exception as problem:  # a lost server must not end the training
+                self._failed.add(name)
+                log.warning("%s gets no more figures of steps: %s", name, problem)
+
+
+def _to_wandb(wandb: Any, numbers: Mapping[str, float], step: int) -> None:
+    run = getattr(wandb, "run", None)
     if run is not None:
-        run.log(numbers_of(figures), commit=False)  # with the script's own next values
-    mlflow: Any = modules.get("mlflow")
-    if mlflow is not None and mlflow.active_run() is not None:
-        # MLflow allows no colon in a name.
-        numbers = {name.replace(":", " line "): one for name, one in numbers_of(figures).items()}
-        mlflow.log_metrics(numbers, step=figures.step)
+        run.log(numbers, commit=False)  # with the script's own next values
+
+
+def _to_mlflow(mlflow: Any, numbers: Mapping[str, float], step: int) -> None:
+    if mlflow.active_run() is not None:  # else log_metrics would begin one
+        mlflow.log_metrics(numbers, step=step)
 
 
 def monitor_by_environment() -> None:
