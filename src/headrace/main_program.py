@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from headrace.errors import ProgramError
@@ -62,25 +62,18 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
     """Run a script, or a module as `python -m` does. Returns its exit code when its threads have
     ended, too; after its `os._exit` at once. An error of the program's is printed as Python prints
     it. Ctrl-C, `ProgramEnded` and, unless the program has a handler of its own, SIGTERM (as
-    `ProgramTerminated`) are raised at once."""
-    folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
-    process, others = os.getpid(), running_threads()
-    with (
-        _command_line([program, *arguments], folder),
-        _working_directory(),
-        _quiet_ends(),
-        _python_error_hook(),
-        _standard_streams(),
-        _signals(),
-        _exits_at_once(),
-        _replacement_told(),
-    ):
+    `ProgramTerminated`) are raised at once. What the program has set is as before afterwards."""
+    process = os.getpid()
+    with _put_back(), _quiet_ends(), _signals(), _telling_exits(_raise_exit), _replacement_told():
+        sys.path.insert(0, _folder(program, as_module))
         try:
-            exit_code = _run(program, as_module)
-            while waited_for := running_threads() - others:
-                waited_for.pop().join()
+            exit_code = _run(program, arguments, as_module)
         except _ExitAtOnce as end:
             exit_code = end.status
+        if "RANK" in os.environ:
+            # As with `python`, what the module of a rank holds lives until Python ends: a process
+            # group waits for its threads when it is deleted, and they may wait for Python.
+            sys.modules[_KEPT] = sys.modules["__main__"]
     if os.getpid() != process:  # the program has forked, and this is the child
         sys.stdout.flush()
         sys.stderr.flush()
@@ -94,55 +87,52 @@ def run_as_python(
     """Run a script, or a module as `python -m` does, as the last thing that this process does: what
     the program has set stays, and signals are its own. Returns its exit code when its threads have
     ended; None if Ctrl-C has ended it. `before_exit` is called before it leaves by `os._exit`."""
-    original, process, others = os._exit, os.getpid(), running_threads()
-
-    def exit_at_once(status: int) -> NoReturn:
-        if os.getpid() == process:
-            before_exit()
-        original(status)
-
-    folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
-    sys.argv[:] = [program, *arguments]
     if sys.path and not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # what Python has put there for this command
-        sys.path.insert(0, folder)
-    os._exit = exit_at_once
+        sys.path[0] = _folder(program, as_module)  # Python has put another there for this command
+    others = running_threads()
+    with _telling_exits(lambda status: before_exit()), _replacement_told():
+        try:
+            return _run(program, arguments, as_module)
+        except KeyboardInterrupt as problem:
+            print_error(problem)
+            _wait_for_threads(others)
+            return None
+
+
+def _folder(program: str, as_module: bool) -> str:
+    """What Python puts first into `sys.path`."""
+    return str(Path.cwd() if as_module else Path(program).resolve().parent)
+
+
+def _run(program: str, arguments: Sequence[str], as_module: bool) -> int:
+    """Run the program in a `__main__` of its own, and wait for its threads. Returns its exit
+    code."""
+    others = running_threads()
+    sys.argv = [program, *arguments]
     sys.excepthook = sys.__excepthook__
     try:
-        with _replacement_told():
-            exit_code: int | None = _run(program, as_module, stays=True)
-    except KeyboardInterrupt as problem:
-        print_error(problem)
-        exit_code = None
-    finally:
-        os._exit = original
-    while waited_for := running_threads() - others:
-        waited_for.pop().join()
-    return exit_code
-
-
-def _run(program: str, as_module: bool, *, stays: bool = False) -> int:
-    """Run the program and return its exit code. What `stays` is `__main__` to the end."""
-    try:
-        if stays:
-            _run_for_good(Path(program).absolute(), program if as_module else None)
-        elif as_module:
-            _keep(runpy.run_module(program, _main_names(), run_name="__main__", alter_sys=True))
-        else:
-            _run_script(Path(program).absolute())
+        _run_in_main(Path(program).absolute(), program if as_module else None)
+        exit_code = 0
     except (ProgramEnded, KeyboardInterrupt, _ExitAtOnce):
         raise
     except SystemExit as end:
-        return _exit_code(end.code)
+        exit_code = _exit_code(end.code)
     except BaseException as problem:
         print_error(problem)
-        return 1
-    return 0
+        exit_code = 1
+    _wait_for_threads(others)
+    return exit_code
+
+
+def _wait_for_threads(others: set[threading.Thread]) -> None:
+    """Wait for all threads for which Python would wait, but the `others`."""
+    while waited_for := running_threads() - others:
+        waited_for.pop().join()
 
 
 def print_error(problem: BaseException) -> None:
     """Print an error of the program's as Python does. Frames that are not the program's are left
-    out: an error of the compiler has none, and one of `-m` is a single line."""
+    out: an error of the compiler has none."""
     cleared: set[int] = set()
     pending: list[BaseException | None] = [problem]
     while pending:
@@ -151,72 +141,33 @@ def print_error(problem: BaseException) -> None:
             cleared.add(id(one))
             one.__traceback__ = users_part(one.__traceback__)
             pending += [one.__cause__, one.__context__]
-    inside = problem.__traceback__
-    if inside is None and isinstance(problem, ImportError):  # no code of the program's has run
-        print(f"{sys.executable}: {problem}", file=sys.stderr)  # noqa: T201
-    else:
-        sys.excepthook(type(problem), problem, inside)
+    sys.excepthook(type(problem), problem, problem.__traceback__)
 
 
-def _run_script(path: Path) -> None:
-    """Like `runpy.run_path`, but `sys.argv[0]` stays as it was typed while `path` is absolute, as
-    with `python`: then lines can be read after the script's `os.chdir`, too."""
-    if pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
-        _keep(runpy.run_path(str(path), _main_names(), run_name="__main__"))
-        return
-    main, code = _main_module(path), _code(path)
-    ours = sys.modules["__main__"]
-    sys.modules["__main__"] = main
-    try:
-        exec(code, vars(main))  # noqa: S102 - the program that the user named
-    finally:
-        sys.modules["__main__"] = ours
-        _keep(vars(main))
+def _run_in_main(path: Path, module: str | None) -> None:
+    """Run a script, a module, or the `__main__.py` of a zip file or a folder, in a new `__main__`.
 
-
-def _run_for_good(path: Path, module: str | None) -> None:
-    """Run a script or a module in a `__main__` that stays, as Python does."""
-    main = _main_module(path)
-    if module is not None or pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
-        if module is None:
-            sys.path[0] = str(path)
+    `sys.argv[0]` stays as it was typed while `path` is absolute, as with `python`: then lines can
+    be read after the script's `os.chdir`, too."""
+    main, is_file = ModuleType("__main__"), pkgutil.get_importer(str(path)) is None
+    # What Python puts there before a program runs, and `exec` does not. Whether `__annotations__`
+    # is among it depends on the version.
+    if "__annotations__" in vars(sys.modules["__main__"]):
+        vars(main)["__annotations__"] = {}
+    vars(main).update(__builtins__=builtins, __file__=str(path), __cached__=None)
+    if module is None and is_file:
+        vars(main)["__loader__"] = SourceFileLoader("__main__", str(path))
+        with io.open_code(str(path)) as file:
+            # Not inherited: this file's `from __future__` imports.
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
         sys.modules["__main__"] = main
-        as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
-        as_main(module or "__main__", alter_argv=module is not None)
+        exec(code, vars(main))  # noqa: S102 - the program that the user named
         return
-    vars(main)["__loader__"] = SourceFileLoader("__main__", str(path))
-    code = _code(path)
+    if module is None:
+        sys.path[0] = str(path)
     sys.modules["__main__"] = main
-    exec(code, vars(main))  # noqa: S102 - the program that the user named
-
-
-def _main_module(path: Path) -> ModuleType:
-    main = ModuleType("__main__")
-    vars(main).update(_main_names(), __file__=str(path), __cached__=None)
-    return main
-
-
-def _code(path: Path) -> CodeType:
-    with io.open_code(str(path)) as file:
-        # Not inherited: this file's `from __future__` imports.
-        return compile(file.read(), str(path), "exec", dont_inherit=True)
-
-
-def _main_names() -> dict[str, Any]:
-    """What Python puts into `__main__` before a program runs, and `exec` does not. Whether
-    `__annotations__` is among it depends on the version."""
-    names: dict[str, Any] = {"__builtins__": builtins}
-    has_annotations = "__annotations__" in vars(sys.modules["__main__"])
-    return names | {"__annotations__": {}} if has_annotations else names
-
-
-def _keep(names: dict[str, Any]) -> None:
-    """Let what the module of a rank holds live until Python ends, as with `python`: a process group
-    waits for its threads when it is deleted, and they may wait for Python meanwhile. What other
-    programs hold goes now, while the device that they use is still there."""
-    if "RANK" in os.environ:
-        sys.modules[_KEPT] = kept = ModuleType(_KEPT)
-        vars(kept).update(names)
+    as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    as_main(module or "__main__", alter_argv=module is not None)
 
 
 def running_threads() -> set[threading.Thread]:
@@ -231,7 +182,8 @@ def running_threads() -> set[threading.Thread]:
 
 def _is_module(name: str) -> bool:
     """Whether `python -m` would find it. Imports nothing: its package belongs to the program."""
-    with _command_line([name], str(Path.cwd())), ExitStack() as afterwards:
+    with _put_back(), ExitStack() as afterwards:
+        sys.path.insert(0, str(Path.cwd()))
         parts, where = name.split("."), None
         for end in range(1, len(parts) + 1):
             package = ".".join(parts[:end])
@@ -251,15 +203,19 @@ def _is_module(name: str) -> bool:
 
 
 @contextmanager
-def _command_line(arguments: list[str], folder: str) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as the program expects them."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = arguments
-    sys.path.insert(0, folder)
+def _put_back() -> Iterator[None]:
+    """After the block, all that a program may set is as before. The user's own paths are relative
+    to the current directory."""
+    names = ("argv", "stdout", "stderr", "excepthook")
+    before = {name: getattr(sys, name) for name in names}
+    path, main, folder = list(sys.path), sys.modules["__main__"], Path.cwd()
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        vars(sys).update(before)
+        sys.path[:], sys.modules["__main__"] = path, main
+        if folder.is_dir():
+            os.chdir(folder)
 
 
 def _is_no_end(record: logging.LogRecord) -> bool:
@@ -297,17 +253,22 @@ class _ExitAtOnce(SystemExit):
         self.status = status & 0xFF
 
 
-@contextmanager
-def _exits_at_once() -> Iterator[None]:
+def _raise_exit(status: int) -> None:
     """Let `os._exit` in the main thread end the program, but not this process, which still has
     something to say."""
+    if threading.current_thread() is threading.main_thread():
+        raise _ExitAtOnce(status)
+
+
+@contextmanager
+def _telling_exits(tell: Callable[[int], object]) -> Iterator[None]:
+    """Call `tell` with the status before `os._exit` ends this process."""
     original, process = os._exit, os.getpid()
 
     def exit_at_once(status: int) -> NoReturn:
-        is_main = threading.current_thread() is threading.main_thread()
-        if os.getpid() != process or not is_main:
-            original(status)
-        raise _ExitAtOnce(status)
+        if os.getpid() == process:
+            tell(status)
+        original(status)
 
     os._exit = exit_at_once
     try:
@@ -375,37 +336,6 @@ def _terminate_in(process: int) -> Callable[[int, FrameType | None], None]:
         os.kill(os.getpid(), number)
 
     return handle
-
-
-@contextmanager
-def _standard_streams() -> Iterator[None]:
-    """Restore `sys.stdout` and `sys.stderr` after the block: a program may replace them."""
-    streams = sys.stdout, sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
-
-
-@contextmanager
-def _python_error_hook() -> Iterator[None]:
-    """Python's own `sys.excepthook` inside the block, which the program may replace."""
-    ours, sys.excepthook = sys.excepthook, sys.__excepthook__
-    try:
-        yield
-    finally:
-        sys.excepthook = ours
-
-
-@contextmanager
-def _working_directory() -> Iterator[None]:
-    """Return to the current directory after the block: the user's own paths are relative to it."""
-    folder = Path.cwd()
-    try:
-        yield
-    finally:
-        if folder.is_dir():
-            os.chdir(folder)
 
 
 def _exit_code(code: object) -> int:
