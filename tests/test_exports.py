@@ -12,12 +12,22 @@ import pytest
 
 import headrace
 
-ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "fake"]
-ROOMS += ["lifecycle", "machine", "parallel", "progress", "races", "records", "report"]
-ROOMS += ["run", "translation"]
+PACKAGES = [
+    "bench",
+    "capture",
+    "checkpoint",
+    "cli",
+    "data",
+    "device",
+    "diagnosis",
+    "engine",
+    "fake",
+]
+PACKAGES += ["lifecycle", "machine", "parallel", "progress", "races", "records", "report"]
+PACKAGES += ["run", "translation"]
 
 
-@pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])
+@pytest.mark.parametrize("name", ["headrace", *(f"headrace.{package}" for package in PACKAGES)])
 def test_all_names_exist(name: str) -> None:
     module = importlib.import_module(name)
     for export in module.__all__:
@@ -31,9 +41,9 @@ def test_all_lists_every_public_name() -> None:
     assert dir(headrace) == sorted(headrace.__all__)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_face_exports_all_that_it_imports(room: str) -> None:
-    module = importlib.import_module(f"headrace.{room}")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_api_exports_all_that_it_imports(package: str) -> None:
+    module = importlib.import_module(f"headrace.{package}")
     imported = {
         alias.asname or alias.name
         for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8")))

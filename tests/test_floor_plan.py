@@ -1,4 +1,4 @@
-"""`benchmarks/tools/floor_plan.py` counts what its definitions say, in a package of two rooms."""
+"""`benchmarks/tools/floor_plan.py` counts by its definitions, in a package of two subpackages."""
 
 from __future__ import annotations
 
@@ -93,16 +93,19 @@ def measured(script: ModuleType, house: Path, flags: str = "Work.state") -> dict
     return script.floor_plan(house, ["Work"], flags.split(","))
 
 
-def test_rooms_edges_and_chains(script: ModuleType, house: Path) -> None:
+def test_subpackages_edges_and_chains(script: ModuleType, house: Path) -> None:
     found = measured(script, house)
-    assert found["rooms"] == ["lower", "upper"]
-    assert found["ground files"] == ["ground"]
+    assert found["subpackages"] == ["lower", "upper"]
+    assert found["top-level modules"] == ["ground"]
     # The import under TYPE_CHECKING is none, so nothing points up.
     assert found["edges"] == {"ground": [], "lower": ["ground"], "upper": ["lower"]}
-    assert found["chain of rooms"] == ["upper", "lower"]
-    assert found["chain of rooms and ground files"] == ["upper", "lower", "ground"]
+    assert found["chain of subpackages"] == ["upper", "lower"]
+    assert found["chain of subpackages and top-level modules"] == ["upper", "lower", "ground"]
     # The import inside a function makes no circle, and faces are left out.
-    assert found["chains within rooms"] == {"lower": ["part"], "upper": ["work", "middle", "last"]}
+    assert found["chains within subpackages"] == {
+        "lower": ["part"],
+        "upper": ["work", "middle", "last"],
+    }
 
 
 def test_fields_and_flags(script: ModuleType, house: Path) -> None:
@@ -118,7 +121,7 @@ def test_fields_and_flags(script: ModuleType, house: Path) -> None:
 def test_a_circle_counts_with_all_of_its_members(script: ModuleType) -> None:
     edges = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["d"]}
     assert script.longest_chain(edges) == ["a", "b", "c", "d"]
-    assert script.longest_chain(edges, weightless="b") == ["a", "c", "d"]
+    assert script.longest_chain(edges, zero_weight="b") == ["a", "c", "d"]
 
 
 def test_a_class_that_is_not_there_is_an_error_that_names_others(
@@ -150,8 +153,8 @@ def test_a_traced_batch(script: ModuleType, imported: ModuleType) -> None:
         ("house.lower.part", "house.upper.work"): 2,
         ("house.upper.work", "house.upper.last"): 1,
     }
-    assert (batch.cross_module, batch.cross_room) == (4, 3)
-    assert tracer.foreign_sets == {"house.lower.part.Part.use sets house.upper.work.Work.size"}
+    assert (batch.cross_module, batch.cross_subpackage) == (4, 3)
+    assert tracer.outside_sets == {"house.lower.part.Part.use sets house.upper.work.Work.size"}
     assert tracer.calls_back == {
         "house.lower.part.Part.use.<locals>.<genexpr> calls house.upper.work.Work.grow"
     }
@@ -162,7 +165,7 @@ def test_a_traced_batch(script: ModuleType, imported: ModuleType) -> None:
 def test_the_engine_of_this_project(script: ModuleType) -> None:
     batch = script.trace_apart(SCRIPT.parents[1] / "src" / "headrace")
     assert len(batch["calls of each batch"]) == script.TRACED
-    assert batch["calls"] > batch["cross-module calls"] >= batch["cross-room calls"] > 0
+    assert batch["calls"] > batch["cross-module calls"] >= batch["cross-subpackage calls"] > 0
     assert sum(batch["borders"].values()) == batch["cross-module calls"]
 
 
@@ -170,7 +173,7 @@ def test_the_result_names_no_path(house: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     asked = ["--package", str(house), "--classes", "Work", "--no-trace", "--out", str(out)]
     ended = subprocess.run([sys.executable, SCRIPT, *asked], check=True, capture_output=True)
-    assert b"rooms on the longest chain" in ended.stdout
+    assert b"subpackages on the longest chain" in ended.stdout
     assert str(tmp_path) not in out.read_text(encoding="utf-8")
     stored = json.loads(out.read_text(encoding="utf-8"))
     assert stored["figures"]["Work: fields / rebound after __init__"] == "4 / 2"

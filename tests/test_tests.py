@@ -1,8 +1,8 @@
 """The tests mirror the source tree, and none imports another.
 
-src/headrace/<room>/<module>.py      tests/<room>/test_<module>.py
+src/headrace/<package>/<module>.py      tests/<package>/test_<module>.py
 src/headrace/<ground file>.py        tests/test_<ground file>.py
-more than one room                   tests/scenarios/
+more than one package                tests/scenarios/
 helpers                              tests/support/
 """
 
@@ -18,7 +18,7 @@ from support.house_rules import TESTED_IN
 from support.paths import TESTS
 
 PACKAGE = Path(headrace.__file__).parent
-ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 # Test modules that are not named after a module, and what they test.
 OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
@@ -32,7 +32,7 @@ OTHERS = {
     "races/test_race_table.py": "checker.py, with the bugs of support/races/race_table.py",
     "races/test_oracle.py": "the checker against a brute-force oracle, on random programs",
     "fake/test_memory.py": "what lies on the fake device: both modes and the checker together",
-    "test_exports.py": "the `__all__` of every room",
+    "test_exports.py": "the `__all__` of every package",
     "test_floor_plan.py": "benchmarks/tools/floor_plan.py",
     "test_learning.py": "benchmarks/measurements/learning.py",
     "test_layering.py": "rules for all of src/headrace",
@@ -57,7 +57,7 @@ def module_of(path: str) -> Path:
 def test_a_test_stands_beside_its_module(path: str) -> None:
     assert module_of(path).is_file() or path in OTHERS, (
         f"tests/{path}: there is no {module_of(path)}. Name it after the module that it tests; "
-        "if it tests several rooms, move it to tests/scenarios; else list it in OTHERS."
+        "if it tests several packages, move it to tests/scenarios; else list it in OTHERS."
     )
 
 
@@ -92,7 +92,7 @@ def test_every_module_has_a_test() -> None:
 
 def test_every_folder_has_its_purpose() -> None:
     found = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
-    assert found <= ROOMS | {"frameworks", "scenarios", "support"}
+    assert found <= PACKAGES | {"frameworks", "scenarios", "support"}
 
 
 def imported_tests(code: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Twelve slow training loops with a known cause, and their mended twins.
+"""Twelve slow training loops with a known cause, and their fixed versions.
 
     python benchmarks/inputs/slow_scripts.py item --steps 100
-    python benchmarks/inputs/slow_scripts.py item --mended --steps 100
+    python benchmarks/inputs/slow_scripts.py item --fixed --steps 100
     headrace diagnose benchmarks/inputs/slow_scripts.py item --steps 200
 
 `benchmarks/measurements/diagnosis.py` compares what `headrace diagnose` says about each with the
@@ -30,7 +30,7 @@ CLASSES = 100
 @dataclass(frozen=True)
 class Case:
     """`cause` is the part of a step that must be the largest idle one; `change` is what predicts
-    the mended twin: "line", or the name of a prediction."""
+    the fixed version: "line", or the name of a prediction."""
 
     cause: str
     change: str
@@ -76,14 +76,14 @@ class Parts:
 # --- synchronization ------------------------------------------------------------------------------
 
 
-def item(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def item(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     total = torch.zeros((), device=parts.device)
     seen: list[float] = []
 
     def step(batch: Any) -> None:
         loss = parts.loss(batch)
         parts.update(loss)
-        if mended:
+        if fixed:
             total.add_(loss.detach())
         else:
             seen.append(loss.item())  # slow
@@ -91,25 +91,25 @@ def item(parts: Parts, mended: bool) -> Callable[[Any], None]:
     return step
 
 
-def printing(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def printing(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     lines: list[str] = []
 
     def step(batch: Any) -> None:
         loss = parts.loss(batch)
         parts.update(loss)
-        if not mended:
+        if not fixed:
             lines.append(f"loss {loss:.4f}")  # slow
 
     return step
 
 
-def nan_check(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def nan_check(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     bad = torch.zeros((), dtype=torch.bool, device=parts.device)
 
     def step(batch: Any) -> None:
         loss = parts.loss(batch)
         parts.update(loss)
-        if mended:
+        if fixed:
             bad.logical_or_(loss.detach().isnan())
         elif torch.isnan(loss):  # slow
             raise ValueError("the loss is NaN")
@@ -117,38 +117,38 @@ def nan_check(parts: Parts, mended: bool) -> Callable[[Any], None]:
     return step
 
 
-def mask(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def mask(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         x, y = (part.to(parts.device, non_blocking=True) for part in batch)
         keep = y >= 0
-        x = torch.where(keep[:, None], x, 0) if mended else x[keep]  # slow
+        x = torch.where(keep[:, None], x, 0) if fixed else x[keep]  # slow
         parts.update(cross_entropy(parts.logits(x), y))
 
     return step
 
 
-def clipping(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def clipping(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         loss = parts.loss(batch)
         loss.backward()
         weights = parts.model.parameters()
-        nn.utils.clip_grad_norm_(weights, 1.0, error_if_nonfinite=not mended)  # slow
+        nn.utils.clip_grad_norm_(weights, 1.0, error_if_nonfinite=not fixed)  # slow
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def timing(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def timing(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         parts.update(parts.loss(batch))
-        if not mended and parts.device.type == "cuda":
+        if not fixed and parts.device.type == "cuda":
             torch.cuda.synchronize()  # slow
 
     return step
 
 
-def metrics(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def metrics(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     right = torch.zeros((), device=parts.device)
     found: list[Any] = []
 
@@ -157,7 +157,7 @@ def metrics(parts: Parts, mended: bool) -> Callable[[Any], None]:
         logits = parts.logits(x)
         parts.update(cross_entropy(logits, y))
         best = logits.detach().argmax(1)
-        if mended:
+        if fixed:
             right.add_((best == y).sum())
         else:
             found[:] = [best.cpu()]  # slow
@@ -168,12 +168,12 @@ def metrics(parts: Parts, mended: bool) -> Callable[[Any], None]:
 # --- transfer, input, host, launch ----------------------------------------------------------------
 
 
-def pageable(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def pageable(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     head = nn.Linear(64, parts.width).to(parts.device)
 
     def step(batch: Any) -> None:
         images, y = batch
-        if not mended:  # else `headrace.prefetch` has copied it
+        if not fixed:  # else `headrace.prefetch` has copied it
             images = images.to(parts.device)  # slow
             y = y.to(parts.device, non_blocking=True)
         x = head(images.view(len(images), -1, 64).float().mean(1))
@@ -182,30 +182,30 @@ def pageable(parts: Parts, mended: bool) -> Callable[[Any], None]:
     return step
 
 
-def plain(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def plain(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         parts.update(parts.loss(batch))
 
     return step
 
 
-def logging(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def logging(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     settings = {str(number): [0.5] * 40 for number in range(10 if parts.tiny else 1000)}
 
     def step(batch: Any) -> None:
         parts.update(parts.loss(batch))
-        if not mended:
+        if not fixed:
             json.dumps(settings)  # slow
 
     return step
 
 
-def tokenising(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def tokenizing(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     text = "the cat sat on the mat " * (20 if parts.tiny else 12_000)
     words: dict[str, int] = {}
 
     def step(batch: Any) -> None:
-        if not mended:
+        if not fixed:
             for word in text.split():  # slow
                 words.setdefault(word, len(words))  # slow
         parts.update(parts.loss(batch))
@@ -213,7 +213,7 @@ def tokenising(parts: Parts, mended: bool) -> Callable[[Any], None]:
     return step
 
 
-def many_launches(parts: Parts, mended: bool) -> Callable[[Any], None]:
+def many_launches(parts: Parts, fixed: bool) -> Callable[[Any], None]:
     """Small layers, and an optimizer that launches a dozen kernels per parameter."""
     layers = 3 if parts.tiny else 100
     small = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).to(parts.device)
@@ -226,7 +226,7 @@ def many_launches(parts: Parts, mended: bool) -> Callable[[Any], None]:
         mse_loss(small(x), x).backward()  # slow
         optimizer.step()
 
-    if not mended or parts.device.type != "cuda":
+    if not fixed or parts.device.type != "cuda":
         return lambda batch: train()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -274,12 +274,12 @@ CASES = {
     "pageable": Case("transfer", "with the plan pipeline", pageable, IMAGES),
     "slow_loader": Case("input", "with a loader that is always ready", plain, SLOW_LOADER),
     "logging": Case("host", "without Python between launches", logging, LOADED),
-    "tokenising": Case("host", "without Python between launches", tokenising, LOADED),
+    "tokenizing": Case("host", "without Python between launches", tokenizing, LOADED),
     "many_launches": Case("launch", "with the plan graph", many_launches, LOADED),
 }
 
 
-def batches(case: Case, parts: Parts, mended: bool) -> Iterator[Any]:
+def batches(case: Case, parts: Parts, fixed: bool) -> Iterator[Any]:
     """Batches as the case needs them, without end."""
     on_gpu = parts.device.type == "cuda"
     if case.loader == LOADED:
@@ -289,24 +289,24 @@ def batches(case: Case, parts: Parts, mended: bool) -> Iterator[Any]:
     else:
         data = Vectors(parts.width, image=64 * (4 if parts.tiny else 768))
     loader: DataLoader[Any] = DataLoader(data, parts.batch, num_workers=0)
-    if case.loader == SLOW_LOADER and not mended:
+    if case.loader == SLOW_LOADER and not fixed:
         while True:
             yield from loader
     ready = list(islice(loader, 2))
-    if on_gpu and (case.loader == LOADED or (case.loader == IMAGES and mended)):
+    if on_gpu and (case.loader == LOADED or (case.loader == IMAGES and fixed)):
         ready = [tuple(part.pin_memory() for part in batch) for batch in ready]
-    if mended and case.loader == IMAGES:
+    if fixed and case.loader == IMAGES:
         yield from headrace.prefetch(cycle(ready), parts.device)
     yield from cycle(ready)
 
 
 def train(
-    name: str, device: torch.device, *, mended: bool = False, tiny: bool = False
+    name: str, device: torch.device, *, fixed: bool = False, tiny: bool = False
 ) -> Iterator[None]:
     """The training loop of a case. Yields after each step."""
     case, parts = CASES[name], Parts(device, tiny, fused=device.type == "cuda")
-    step = case.step(parts, mended)
-    for batch in batches(case, parts, mended):
+    step = case.step(parts, fixed)
+    for batch in batches(case, parts, fixed):
         step(batch)
         yield
 
@@ -314,13 +314,13 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--mended", action="store_true")
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a model for tests")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for _ in islice(
-        train(options.case, device, mended=options.mended, tiny=options.tiny), options.steps
+        train(options.case, device, fixed=options.fixed, tiny=options.tiny), options.steps
     ):
         pass
 

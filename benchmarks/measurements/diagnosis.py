@@ -5,7 +5,7 @@
     python benchmarks/measurements/diagnosis.py --cases none --repeats 2 --steps 12 --out works.json
 
 1. `slow_scripts.py`: twelve slow loops with known causes. Is the cause named, is the line found,
-   and does the predicted step match the mended twin's? Both run in turns, in one process.
+   and does the predicted step match the fixed version's? Both run in turns, in one process.
 2. `works/`: the plain scripts. First each is measured in turns with the plans `pipeline` and
    `graph`, as `eleven_works.py` does; then it is diagnosed, and the predictions are compared.
 3. The cost of looking: a step with the hooks of `diagnose` installed against one without.
@@ -153,8 +153,8 @@ def _case(name: str, options: Any, device: Device) -> dict[str, Any]:
     case, target = slow_scripts.CASES[name], device.torch_device
     tiny = options.tiny
     loops = {
-        kind: slow_scripts.train(name, target, mended=kind == "mended", tiny=tiny)
-        for kind in ("slow", "mended")
+        kind: slow_scripts.train(name, target, fixed=kind == "fixed", tiny=tiny)
+        for kind in ("slow", "fixed")
     }
 
     def runner(loop: Iterator[None]) -> Any:
@@ -163,8 +163,8 @@ def _case(name: str, options: Any, device: Device) -> dict[str, Any]:
     ways = {kind: runner(loop) for kind, loop in loops.items()}
     measured = interleaved_ms(ways, device, steps=options.steps, repeats=options.repeats)
     ratios = [
-        slow / mended
-        for slow, mended in zip(measured["slow"]["all"], measured["mended"]["all"], strict=True)
+        slow / fixed
+        for slow, fixed in zip(measured["slow"]["all"], measured["fixed"]["all"], strict=True)
     ]
     result = observe(name, slow_scripts.train(name, target, tiny=tiny), options.traces)
     gain = statistics.median(ratios)
@@ -174,11 +174,11 @@ def _case(name: str, options: Any, device: Device) -> dict[str, Any]:
         "found": largest_idle(result),
         "line": line_found(result) if case.change == "line" or case.cause == "host" else None,
         "slow_ms": measured["slow"]["ms"],
-        "mended_ms": measured["mended"]["ms"],
+        "fixed_ms": measured["fixed"]["ms"],
         "speedup": round(gain, 4),
         "speedup_range": [round(min(ratios), 4), round(max(ratios), 4)],
         "predicted_speedup": predicted,
-        # The step that is predicted, against the mended one, both relative to the slow one.
+        # The step that is predicted, against the fixed one, both relative to the slow one.
         "error": None if predicted is None else round(gain / predicted - 1, 4),
         **summary(result),
     }
@@ -247,8 +247,8 @@ def summary(result: DiagnosisResult) -> dict[str, Any]:
 
 def _overhead(options: Any, device: Device) -> dict[str, Any]:
     """A step with the hooks of `diagnose` installed, which only count, against one without."""
-    loops = [slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny)]
-    loops.append(slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny))
+    loops = [slow_scripts.train("timing", device.torch_device, fixed=True, tiny=options.tiny)]
+    loops.append(slow_scripts.train("timing", device.torch_device, fixed=True, tiny=options.tiny))
 
     def plain(steps: int) -> None:
         for _ in islice(loops[0], steps):

@@ -1,4 +1,4 @@
-"""The structure of the package: rooms, imports, fields, and the calls that one batch makes.
+"""The structure of the package: subpackages, imports, fields, and the calls that one batch makes.
 
     python benchmarks/tools/floor_plan.py [--package CHECKOUT/src/headrace]
         [--classes Pass,EagerStep] [--flags Group.phase,…] [--no-trace] [--out results.json]
@@ -9,18 +9,18 @@ process of its own, with that checkout on its path.
 
 Definitions
 -----------
-room            a folder of the package. A ground file is a module beside the rooms; `__init__` and
-                `__main__` are neither.
+subpackage      a folder of the package. A top-level module is a file beside the subpackages;
+                `__init__` and `__main__` are neither.
 import          an `import` statement anywhere in a file, also inside functions; imports under
                 `if TYPE_CHECKING` are left out. `from a import b` imports the module `a.b` if there
                 is one, else `a`.
-edge            two rooms (or ground files) of which one imports the other, counted once.
-chain           the longest path along edges; its length is the number of rooms on it. Rooms that
-                import each other in a circle all count. "rooms" looks at edges from room to room
-                alone, "rooms and ground files" at all.
-chain within    the longest path of modules in one room along imports at the top level of a file.
-a room          An `__init__` adds nothing to the length. The room's own face is left out. "that
-                runs": without imports whose names are only in annotations.
+edge            two subpackages (or top-level modules) of which one imports the other, counted once.
+chain           the longest path along edges; its length is the number of subpackages on it. Those
+                that import each other in a circle all count. "subpackages" looks at edges between
+                subpackages alone, "subpackages and top-level modules" at all.
+chain within    the longest path of modules in one subpackage along imports at the top level of a
+a subpackage    file. An `__init__` adds nothing to the length. The subpackage's own `__init__` is
+                left out. "that runs": without imports whose names are only in annotations.
 field           a name assigned as `self.name` in any method, or declared in the class body with an
                 annotation or in `__slots__`; those of base classes in the package included.
 rebound         a field assigned as `self.name` in a method other than `__init__`, `__post_init__`
@@ -34,12 +34,12 @@ call            a Python function of the package that is entered, generators eac
                 Comprehensions are no calls. Its caller is the nearest frame of the package up the
                 stack, so that a call through `contextlib` or PyTorch counts as the package's own.
                 Only the thread that trains is watched.
-cross-module    a call whose caller is in another module of the package; cross-room: in another
-call            room. A ground file is a room of its own here.
+cross-module    a call whose caller is in another module of the package; cross-subpackage: in
+call            another subpackage. A top-level module is a subpackage of its own here.
 border          an ordered pair of modules between which there is at least one such call.
 steady batch    from one call of the loss function to the next. Twenty in a row are traced, after 30
                 others; the figures are those of the one with the median number of calls.
-foreign set     a place (function and field) that sets a field of an object of the package, where
+outside set     a place (function and field) that sets a field of an object of the package, where
                 the object's class and its bases are defined in other modules than the code that
                 sets it, and that code is no method of the object. Of all twenty batches.
 call back       a place (caller and callee) where a method, or a closure over `self`, is called from
@@ -87,7 +87,7 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """Its room; a file at the top level is its own."""
+        """Its subpackage; a file at the top level is its own."""
         return unit_of(self.name)
 
 
@@ -126,12 +126,12 @@ class Package:
             raise SystemExit(f"{folder}: expected a package, a folder with an __init__.py")
 
     @cached_property
-    def rooms(self) -> list[str]:
+    def subpackages(self) -> list[str]:
         found = {m.unit for m in self.modules.values() if m.name.count(".") > 1 or m.is_init}
         return sorted(found - {self.name})
 
     @cached_property
-    def ground_files(self) -> list[str]:
+    def top_modules(self) -> list[str]:
         top = {m.unit for m in self.modules.values() if not m.is_init and m.name.count(".") == 1}
         return sorted(top - {"__main__"})
 
@@ -164,8 +164,8 @@ class Package:
         return {name for name in found if name in self.modules} - {module.name}
 
     def edges(self) -> dict[str, set[str]]:
-        """Between rooms and ground files."""
-        units = {*self.rooms, *self.ground_files}
+        """Between subpackages and top-level modules."""
+        units = {*self.subpackages, *self.top_modules}
         found: dict[str, set[str]] = {unit: set() for unit in units}
         for module in self.modules.values():
             if module.unit in units:
@@ -173,15 +173,17 @@ class Package:
                 found[module.unit] |= (targets & units) - {module.unit}
         return found
 
-    def chain_within(self, room: str, *, that_runs: bool = False) -> list[str]:
-        face = f"{self.name}.{room}"
-        inside = {name: m for name, m in self.modules.items() if m.unit == room and name != face}
+    def chain_within(self, subpackage: str, *, that_runs: bool = False) -> list[str]:
+        own = f"{self.name}.{subpackage}"
+        inside = {
+            name: m for name, m in self.modules.items() if m.unit == subpackage and name != own
+        }
         edges = {
             name: self.imports(module, top_level=True, that_run=that_runs) & inside.keys()
             for name, module in inside.items()
         }
-        chain = longest_chain(edges, weightless={n for n, m in inside.items() if m.is_init})
-        return [name.removeprefix(f"{face}.") for name in chain]
+        chain = longest_chain(edges, zero_weight={n for n, m in inside.items() if m.is_init})
+        return [name.removeprefix(f"{own}.") for name in chain]
 
     def find_class(self, wanted: str) -> Class:
         """By its name, or by the end of its dotted name (`loop.Loop`) where several have it."""
@@ -314,9 +316,9 @@ def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+[a-z0-9]*|[a-z0-9]+", name)] or [name]
 
 
-def longest_chain(edges: Mapping[str, Iterable[str]], weightless: Iterable[str] = ()) -> list[str]:
-    """The longest path; nodes on a circle count together. Weightless ones add nothing to it."""
-    nothing = set(weightless)
+def longest_chain(edges: Mapping[str, Iterable[str]], zero_weight: Iterable[str] = ()) -> list[str]:
+    """The longest path; nodes on a circle count together. Zero-weight ones add nothing to it."""
+    nothing = set(zero_weight)
     circles = _circles(edges)
     longest: dict[str, list[str]] = {}
 
@@ -364,7 +366,7 @@ class Batch:
         return sum(self.borders.values())
 
     @property
-    def cross_room(self) -> int:
+    def cross_subpackage(self) -> int:
         return sum(count for (a, b), count in self.borders.items() if unit_of(a) != unit_of(b))
 
 
@@ -374,7 +376,7 @@ class Tracer:
 
     def __init__(self, package: str) -> None:
         self.batches: list[Batch] = []
-        self.foreign_sets: set[str] = set()
+        self.outside_sets: set[str] = set()
         self.calls_back: set[str] = set()
         self._package = package
         self._restore: list[tuple[type, Any]] = []
@@ -438,7 +440,7 @@ class Tracer:
                 homes = {kind.__module__ for kind in type(thing).__mro__}
                 if module not in homes:
                     kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
-                    self.foreign_sets.add(f"{self._place(frame)} sets {kind}.{name}")
+                    self.outside_sets.add(f"{self._place(frame)} sets {kind}.{name}")
             original(thing, name, value)
 
         return set_attribute
@@ -498,8 +500,8 @@ def trace(package: str) -> dict[str, Any]:
         "calls": batch.calls,
         "cross-module calls": batch.cross_module,
         "borders": {f"{a} -> {b}": count for (a, b), count in sorted(batch.borders.items())},
-        "cross-room calls": batch.cross_room,
-        "foreign sets": sorted(tracer.foreign_sets),
+        "cross-subpackage calls": batch.cross_subpackage,
+        "outside sets": sorted(tracer.outside_sets),
         "calls back": sorted(tracer.calls_back),
     }
 
@@ -523,9 +525,14 @@ def trace_apart(folder: Path) -> dict[str, Any]:
 def floor_plan(folder: Path, classes: list[str], flags: list[str]) -> dict[str, Any]:
     package = Package(folder)
     edges = package.edges()
-    between_rooms = {room: edges[room] & {*package.rooms} for room in package.rooms}
-    within = {room: package.chain_within(room) for room in package.rooms}
-    that_run = {room: package.chain_within(room, that_runs=True) for room in package.rooms}
+    between_subpackages = {
+        subpackage: edges[subpackage] & {*package.subpackages} for subpackage in package.subpackages
+    }
+    within = {subpackage: package.chain_within(subpackage) for subpackage in package.subpackages}
+    that_run = {
+        subpackage: package.chain_within(subpackage, that_runs=True)
+        for subpackage in package.subpackages
+    }
     fields: dict[str, dict[str, Any]] = {}
     for name in classes:
         known = package.fields(package.find_class(name))
@@ -536,13 +543,13 @@ def floor_plan(folder: Path, classes: list[str], flags: list[str]) -> dict[str, 
             "set from outside": outside,
         }
     return {
-        "rooms": package.rooms,
-        "ground files": package.ground_files,
+        "subpackages": package.subpackages,
+        "top-level modules": package.top_modules,
         "edges": {unit: sorted(targets) for unit, targets in sorted(edges.items())},
-        "chain of rooms": longest_chain(between_rooms),
-        "chain of rooms and ground files": longest_chain(edges),
-        "chains within rooms": within,
-        "chains within rooms that run": that_run,
+        "chain of subpackages": longest_chain(between_subpackages),
+        "chain of subpackages and top-level modules": longest_chain(edges),
+        "chains within subpackages": within,
+        "chains within subpackages that run": that_run,
         "fields": fields,
         "flags": [flag for flag in flags if package.has_field(flag)],
     }
@@ -550,18 +557,24 @@ def floor_plan(folder: Path, classes: list[str], flags: list[str]) -> dict[str, 
 
 def figures(found: Mapping[str, Any]) -> dict[str, object]:
     """The table's rows."""
-    rooms, ground, edges = found["rooms"], found["ground files"], found["edges"]
+    subpackages, ground, edges = found["subpackages"], found["top-level modules"], found["edges"]
     rows: dict[str, object] = {
-        "rooms": len(rooms),
-        "ground files": len(ground),
-        "edges between rooms": sum(len({*edges[room]} & {*rooms}) for room in rooms),
-        "edges between rooms and ground files": sum(map(len, edges.values())),
-        "rooms on the longest chain": len(found["chain of rooms"]),
-        "rooms and ground files on it": len(found["chain of rooms and ground files"]),
+        "subpackages": len(subpackages),
+        "top-level modules": len(ground),
+        "edges between subpackages": sum(
+            len({*edges[subpackage]} & {*subpackages}) for subpackage in subpackages
+        ),
+        "edges between subpackages and top-level modules": sum(map(len, edges.values())),
+        "subpackages on the longest chain": len(found["chain of subpackages"]),
+        "subpackages and top-level modules on it": len(
+            found["chain of subpackages and top-level modules"]
+        ),
     }
-    for room, chain in found["chains within rooms"].items():
-        runs = len(found["chains within rooms that run"][room])
-        rows[f"modules on the longest chain within {room} / that runs"] = f"{len(chain)} / {runs}"
+    for subpackage, chain in found["chains within subpackages"].items():
+        runs = len(found["chains within subpackages that run"][subpackage])
+        rows[f"modules on the longest chain within {subpackage} / that runs"] = (
+            f"{len(chain)} / {runs}"
+        )
     for name, known in found["fields"].items():
         counts = f"{len(known['all'])} / {len(known['rebound'])}"
         rows[f"{name}: fields / rebound after __init__"] = counts
@@ -572,8 +585,8 @@ def figures(found: Mapping[str, Any]) -> dict[str, object]:
         rows["calls of a steady batch"] = batch["calls"]
         rows["of them cross-module"] = batch["cross-module calls"]
         rows["module borders crossed"] = len(batch["borders"])
-        rows["of them cross-room"] = batch["cross-room calls"]
-        rows["places that set another module's object"] = len(batch["foreign sets"])
+        rows["of them cross-subpackage"] = batch["cross-subpackage calls"]
+        rows["places that set another module's object"] = len(batch["outside sets"])
         rows["places that call back into a caller"] = len(batch["calls back"])
     return rows
 
@@ -611,7 +624,7 @@ def main(arguments: list[str] | None = None) -> None:
     from measuring import header, save, table
 
     print(table({name: {"": value} for name, value in rows.items()}))
-    for name in ("foreign sets", "calls back"):
+    for name in ("outside sets", "calls back"):
         for place in found.get("batch", {}).get(name, ()):
             print(f"{name}: {place}")
     stored = header("floor_plan.py")

@@ -7,7 +7,7 @@ HeadraceError
 │   ├── EventNotRecordedError   an event was waited for before it was recorded
 │   ├── StreamIndexError        no stream with this index or role (also an IndexError)
 │   ├── CaptureError            a step cannot be captured as a graph
-│   ├── NotImitatedError        fake_cuda() cannot imitate this (also an AttributeError)
+│   ├── NotEmulatedError        fake_cuda() cannot emulate this (also an AttributeError)
 │   ├── OutOfMemoryError        a step does not fit on the device (also a RuntimeError)
 │   └── ClosedError             an object was used after close()
 ├── PlanError                   a plan or plan file is not valid (also a ValueError)
@@ -39,7 +39,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Causes that no other command line would mend: full disk, quota, broken disk, too many open files.
+# Causes that no other command line would fix: full disk, quota, broken disk, too many open files.
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -102,7 +102,7 @@ class OutOfMemoryError(DeviceError, RuntimeError):
     what to change."""
 
 
-class NotImitatedError(DeviceError, AttributeError):
+class NotEmulatedError(DeviceError, AttributeError):
     """A program in `fake_cuda()` used a part of CUDA that only a GPU has."""
 
 

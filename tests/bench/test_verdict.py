@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.scores import JUDGEMENTS, WEIGHTS, scheme_of, scores_of
+from headrace.bench.scores import JUDGMENTS, WEIGHTS, scheme_of, scores_of
 from headrace.bench.verdict import causes_of, scored, verdict_of
 from headrace.plan import PRESETS, Plan
 from headrace.records import (
@@ -300,8 +300,8 @@ class TestTake:
 class TestScores:
     def test_weights_are_a_hundred(self) -> None:
         assert sum(WEIGHTS.values()) == 100
-        assert set(JUDGEMENTS) == set(PRESETS) - {"auto"}  # which is one of two others
-        assert all(judgment.why for judgment in JUDGEMENTS.values())
+        assert set(JUDGMENTS) == set(PRESETS) - {"auto"}  # which is one of two others
+        assert all(judgment.why for judgment in JUDGMENTS.values())
 
     def test_memory_is_measured(self) -> None:
         base = row("baseline", 40, memory=100)

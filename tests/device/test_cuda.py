@@ -1,4 +1,4 @@
-"""device/cuda.py, on a GPU and on its imitation."""
+"""device/cuda.py, on a GPU and on its emulation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from support.graphs.captures import line
 from support.training.devices import needs_cuda
 
 
-@pytest.fixture(params=["imitated", needs_cuda])
+@pytest.fixture(params=["emulated", needs_cuda])
 def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "imitated":
+    if request.param == "emulated":
         with fake_cuda():
             yield open_device("cuda")
     else:

@@ -1,6 +1,6 @@
 """Traces of `benchmarks/inputs/slow_scripts.py` as an H200 ran them: four steps of each.
 
-The speed-ups are those that were measured between each script and its mended twin.
+The speed-ups are those that were measured between each script and its fixed version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recorded(name: str) -> StepTrace:
         ("metrics", 8.66, "synchronization", NO_WAITS, 1.129),
         ("pageable", 11.55, "transfer", PIPELINE, 1.521),
         ("slow_loader", 171.9, "input", INSTANT_LOADER, 17.33),
-        ("tokenising", 13.35, "host", NO_PYTHON, 1.677),
+        ("tokenizing", 13.35, "host", NO_PYTHON, 1.677),
     ],
 )
 def test_cause_and_gain_are_those_that_were_measured(

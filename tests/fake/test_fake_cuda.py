@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace.errors import DeviceError, NotImitatedError, RaceError
+from headrace.errors import DeviceError, NotEmulatedError, RaceError
 from headrace.fake import FakeCuda, fake_cuda
 from support.graphs.captures import line
 
@@ -388,7 +388,7 @@ def test_a_captured_step_replays(fake_cuda: FakeCuda) -> None:
     graph.reset()
     with pytest.raises(RuntimeError, match="preceding successful capture"):
         graph.replay()
-    with pytest.raises(NotImitatedError, match=r"CUDAGraph\.debug_dump"):
+    with pytest.raises(NotEmulatedError, match=r"CUDAGraph\.debug_dump"):
         second.debug_dump("file")
 
 
@@ -411,7 +411,7 @@ def test_an_external_event_is_refused_in_a_capture(fake_cuda: FakeCuda) -> None:
     event.record()
     event.synchronize()
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(NotImitatedError, match="external=True"), capture:
+    with pytest.raises(NotEmulatedError, match="external=True"), capture:
         event.record()
 
 
@@ -564,7 +564,7 @@ def test_the_default_generator_itself(fake_cuda: FakeCuda) -> None:
     expected = torch.rand(3, device="cuda")
     generator.graphsafe_set_state(other)
     assert torch.equal(torch.rand(3, device="cuda"), expected)
-    with pytest.raises(NotImitatedError, match=r"Generator.get_offset\(\)"):
+    with pytest.raises(NotEmulatedError, match=r"Generator.get_offset\(\)"):
         generator.get_offset()
 
 
@@ -647,7 +647,7 @@ def test_settings_of_a_pytorch_that_is_built_for_cuda_are_kept(
     monkeypatch.setattr(torch._C, "_cuda_newDriverCall", driver_call, raising=False)
     with fake_cuda():
         assert vars(torch._C)["_cuda_get_cudnn_benchmark_limit"]() == [1]
-        with pytest.raises(NotImitatedError, match="_cuda_newDriverCall"):
+        with pytest.raises(NotEmulatedError, match="_cuda_newDriverCall"):
             vars(torch._C)["_cuda_newDriverCall"]()
     assert vars(torch._C)["_cuda_newDriverCall"] is driver_call
 
@@ -721,7 +721,7 @@ def test_a_pool_of_memory_is_a_pool_for_captures(fake_cuda: FakeCuda) -> None:
     graph.replay()
     assert result.tolist() == [2, 2]
     assert graph.pool() == pool.id
-    with pytest.raises(NotImitatedError, match="allocator"):
+    with pytest.raises(NotEmulatedError, match="allocator"):
         torch.cuda.MemPool(allocator=object())  # type: ignore[arg-type]
 
 
@@ -787,7 +787,7 @@ def test_a_host_operand_is_an_error_that_says_how_to_move_it(fake_cuda: FakeCuda
         torch.ones(2, device="cuda") + torch.ones(2)
 
 
-# --- what has no imitation ------------------------------------------------------------------------
+# --- what has no emulation ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -812,16 +812,16 @@ def test_a_host_operand_is_an_error_that_says_how_to_move_it(fake_cuda: FakeCuda
         (lambda: torch.distributed.init_process_group("nccl"), r"NCCL.*use backend='gloo'"),
     ],
 )
-def test_what_cannot_be_imitated_says_so(
+def test_what_cannot_be_emulated_says_so(
     call: Callable[[], object], named: str, fake_cuda: FakeCuda
 ) -> None:
-    with pytest.raises(NotImitatedError, match=named):
+    with pytest.raises(NotEmulatedError, match=named):
         call()
     assert not hasattr(torch._C, "_cuda_anything")
 
 
 def test_a_call_of_the_driver_in_a_cuda_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_someCall", math.nextafter, raising=False)
-    with fake_cuda(), pytest.raises(NotImitatedError, match=r"torch\._C\._cuda_someCall"):
+    with fake_cuda(), pytest.raises(NotEmulatedError, match=r"torch\._C\._cuda_someCall"):
         torch._C._cuda_someCall(0)
     assert torch._C._cuda_someCall is math.nextafter

@@ -44,8 +44,8 @@ def test_the_missing_wait_removes_the_race() -> None:
         races = _races(text, program.name)
         for wait in filter(None, (_WAIT.fullmatch(race.missing) for race in races)):
             tried += 1
-            mended = _with_call(text, wait[1], wait[2], int(wait[3]))
-            if len(_races(mended, f"{program.name}, mended")) >= len(races):
+            fixed = _with_call(text, wait[1], wait[2], int(wait[3]))
+            if len(_races(fixed, f"{program.name}, fixed")) >= len(races):
                 useless.add(program.name)
     assert useless == {"torch future then"}  # a lambda is not on a line of its own
     assert tried >= 100

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.records import JUDGEMENTS, WEIGHTS, PlanResult, Score
+from headrace.records import JUDGMENTS, WEIGHTS, PlanResult, Score
 
 
 def scheme_of(fields: dict[str, Any] | None) -> str:
@@ -79,7 +79,7 @@ def scores_of(rows: Sequence[PlanResult], base: PlanResult, noise_share: float) 
     largest = max(gains.values(), default=0.0)
     scores = {}
     for row in measured:
-        judged = JUDGEMENTS[scheme_of(row.fields)]
+        judged = JUDGMENTS[scheme_of(row.fields)]
         points = {
             "gain": gains[row.plan] / largest if largest else 0.0,
             "effort": judged.effort / 10,

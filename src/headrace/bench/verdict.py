@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bench.scores import chance_share, gain_share, saved_share, scheme_of, scores_of
-from headrace.records import JUDGEMENTS, Noise, PlanResult, Verdict, WaitsFor
+from headrace.records import JUDGMENTS, Noise, PlanResult, Verdict, WaitsFor
 
 _WORTH_MENTIONING = 0.05  # share of a step
 _ASSUMED_NOISE = 0.03  # where no plan was entered twice
@@ -252,7 +252,7 @@ def _fastest_sentence(
     if fastest is take or _median(take) / _median(fastest) - 1 < _WORTH_MENTIONING:
         return []
     assert fastest.score is not None
-    why = JUDGEMENTS[scheme_of(fastest.fields)].why
+    why = JUDGMENTS[scheme_of(fastest.fields)].why
     return [
         f"The fastest is {fastest.plan}: {_median(base) / _median(fastest):.2f} × as fast, "
         f"{_median(fastest):.3g} ms per step; it scores {fastest.score.total:.0f} points ({why})."
@@ -265,7 +265,7 @@ def _smallest_change_sentence(
     """The simplest plan that gains something, for those who want to change little."""
 
     def ease(row: PlanResult) -> int:
-        judged = JUDGEMENTS[scheme_of(row.fields)]
+        judged = JUDGMENTS[scheme_of(row.fields)]
         return judged.effort + judged.complexity + judged.maintainability + judged.risk
 
     worth = [row for row in gaining if saved_share(row, base) >= _WORTH_MENTIONING]

@@ -188,8 +188,8 @@ def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The newest good checkpoint in `folder`, checked byte by byte; None if there is none.
 
-    Logs a warning for each one that is incomplete, damaged, foreign or of an unknown version, and
-    goes on to the next older one.
+    Logs a warning for each one that is incomplete, damaged, of another program or of an unknown
+    version, and goes on to the next older one.
     """
     for path in candidates(Path(folder)):
         problem = find_problem(path, every_byte=True)

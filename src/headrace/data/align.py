@@ -29,13 +29,13 @@ class Alignment:
     """How a rank's batch relates to those of the other ranks.
 
     `own` counts the batches of this pass, up to this one, that this rank's loader yielded; `ended`:
-    it has no more. `weightless`: the batch is repeated, with weight 0, to keep the ranks in step.
+    it has no more. `zero_weight`: the batch is repeated, with weight 0, to keep the ranks in step.
     `ends_epoch`: no rank has a batch after it.
     """
 
     own: int
     ended: bool
-    weightless: bool
+    zero_weight: bool
     ends_epoch: bool
 
 
@@ -76,7 +76,7 @@ class Aligned:
         return Alignment(
             own=count if own is None else min(own, count),
             ended=any(end is not None and count >= end for end in (found_end, self._length)),
-            weightless=own is not None and index >= own,
+            zero_weight=own is not None and index >= own,
             ends_epoch=index == self._last,
         )
 

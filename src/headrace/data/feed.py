@@ -32,7 +32,7 @@ class Cursor(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A batch on the device. `number` counts from 0 in its epoch. A `weightless` batch repeats the
+    """A batch on the device. `number` counts from 0 in its epoch. A `zero_weight` batch repeats the
     one before with weight 0, to keep ranks in step. `ends_epoch`: no rank has a batch after it."""
 
     number: int
@@ -40,7 +40,7 @@ class Fetched(NamedTuple):
     nbytes: int
     samples: int
     cursor: Cursor
-    weightless: bool = False
+    zero_weight: bool = False
     ends_epoch: bool = False
 
 
@@ -96,18 +96,18 @@ class Feed:
             raise
         self._next = index + 1
         alignment, before = prefetched.alignment, self._start.own
-        weightless = ends_epoch = ended = False
+        zero_weight = ends_epoch = ended = False
         if alignment is None:
             own = before + index + 1 - self._first
         else:
             own, ended = before + alignment.own, alignment.ended
-            weightless, ends_epoch = alignment.weightless, alignment.ends_epoch
+            zero_weight, ends_epoch = alignment.zero_weight, alignment.ends_epoch
         cursor = Cursor(own, ended, prefetched.loader_state, prefetched.rng_before)
         self._last = cursor
         arriving = prefetched.arriving
-        samples = 0 if weightless else arriving.samples
+        samples = 0 if zero_weight else arriving.samples
         return Fetched(
-            index, arriving.batch, arriving.nbytes, samples, cursor, weightless, ends_epoch
+            index, arriving.batch, arriving.nbytes, samples, cursor, zero_weight, ends_epoch
         )
 
     def has_more(self, must_know: Callable[[], bool]) -> bool:

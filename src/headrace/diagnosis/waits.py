@@ -40,8 +40,8 @@ from headrace.replacing import replaced, replaced_in_c
 from headrace.source_lines import HEADRACE, TORCH, is_generated, is_user_code, variables_of
 
 _RUNNER = main_program.__file__
-#: Rooms whose waits are Headrace's own. A user's function that they call is the user's.
-_OURS = tuple(f"{HEADRACE / room}{os.sep}" for room in ("engine", "data", "checkpoint"))
+#: Packages whose waits are Headrace's own. A user's function that they call is the user's.
+_OURS = tuple(f"{HEADRACE / package}{os.sep}" for package in ("engine", "data", "checkpoint"))
 #: Files of PyTorch through which it calls functions: they say nothing about what waits.
 _MACHINERY = ("_compile", "eval_frame", "_device", "overrides", "_python_dispatch", "_contextlib")
 _MASKS = (torch.bool, torch.uint8)

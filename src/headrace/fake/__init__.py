@@ -2,7 +2,7 @@
 
 In: any code that takes a `Device`, or a program that uses `torch.cuda`. Out: the same numbers,
 computed on the CPU, and a report of every race and every hidden host wait, which a real device
-would pass over in silence. This room imports only `races/`, `device/` and the ground files. Its
+would pass over in silence. This package imports only `races/`, `device/` and the ground files. Its
 names are loaded on first use, which keeps the pytest plugin light.
 
     def test_my_loop(fake_device):            # the pytest fixture; fails the test on a race

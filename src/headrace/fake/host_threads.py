@@ -288,7 +288,7 @@ def _publishes(kind: Any, name: str) -> Any:
 def _learns(kind: Any, name: str) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = patches.original(kind, name)(self, *args, **kwargs)
-        if result:  # a wait that timed out has learnt nothing
+        if result:  # a wait that timed out has learned nothing
             _of(self).learn()
         return result
 

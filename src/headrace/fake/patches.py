@@ -101,7 +101,7 @@ class Replacer:
             raise DeviceError(
                 f"{cls.__module__}.{cls.__qualname__} derives from {old.__module__}."
                 f"{old.__qualname__}, which it found before fake_cuda() began: its objects cannot "
-                "be imitated. Import its module inside the block"
+                "be emulated. Import its module inside the block"
             )
 
         before = vars(old).get("__new__", _MISSING)

@@ -1,4 +1,4 @@
-"""Stored results: one schema for each, which one room writes and another reads.
+"""Stored results: one schema for each, which one package writes and another reads.
 
     from headrace.records import BenchResult, TrainingRun, read_result
 
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from headrace.records.run import PartCheck as PartCheck
     from headrace.records.run import RunPart as RunPart
     from headrace.records.run import RunResult as RunResult
-    from headrace.records.scores import JUDGEMENTS as JUDGEMENTS
+    from headrace.records.scores import JUDGMENTS as JUDGMENTS
     from headrace.records.scores import WEIGHTS as WEIGHTS
-    from headrace.records.scores import Judgement as Judgement
+    from headrace.records.scores import Judgment as Judgment
     from headrace.records.scores import Score as Score
     from headrace.records.train import BusyLine as BusyLine
     from headrace.records.train import EpochLine as EpochLine

@@ -17,7 +17,7 @@ WEIGHTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgment:
     """Marks from 0 (bad) to 10 (good) for what cannot be measured, and the reason for them."""
 
     effort: int
@@ -28,22 +28,22 @@ class Judgement:
 
 
 #: One judgment for each preset; another plan has that of the preset that it resembles.
-JUDGEMENTS: dict[str, Judgement] = {
-    "baseline": Judgement(10, 10, 10, 10, "the loop that everybody knows: nothing to change"),
-    "interval": Judgement(9, 9, 9, 9, "one argument; losses arrive ten at a time"),
-    "event": Judgement(
+JUDGMENTS: dict[str, Judgment] = {
+    "baseline": Judgment(10, 10, 10, 10, "the loop that everybody knows: nothing to change"),
+    "interval": Judgment(9, 9, 9, 9, "one argument; losses arrive ten at a time"),
+    "event": Judgment(
         9, 9, 9, 9, "one argument; events order a copy stream, losses arrive ten at a time"
     ),
-    "streams4": Judgement(
+    "streams4": Judgment(
         9, 6, 6, 6, "one argument; four streams and their edges are hard to follow"
     ),
-    "pipeline": Judgement(
+    "pipeline": Judgment(
         9, 8, 9, 9, "one argument; losses arrive late, and the loop never waits for them"
     ),
-    "graph": Judgement(
+    "graph": Judgment(
         9, 7, 8, 8, "one argument; a step may not read values back, and few batch shapes work best"
     ),
-    "max": Judgement(
+    "max": Judgment(
         8, 5, 7, 6, "one argument and a minute of compiling; other kernels, so the last bits differ"
     ),
 }

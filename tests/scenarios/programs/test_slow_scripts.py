@@ -29,19 +29,19 @@ def slow_scripts() -> Any:
     return module
 
 
-def test_a_slow_script_is_blamed_for_its_line_and_a_mended_one_is_not() -> None:
+def test_a_slow_script_is_blamed_for_its_line_and_a_fixed_one_is_not() -> None:
     scripts = slow_scripts()
     blamed: dict[str, tuple[bool, bool]] = {}
     for name, case in scripts.CASES.items():
         if name == "many_launches" or case.loader == scripts.IMAGES:
-            continue  # a graph of a GPU's; no wait but the copy, which the mended one has, too
+            continue  # a graph of a GPU's; no wait but the copy, which the fixed one has, too
         found = []
-        for mended in (False, True):
+        for fixed in (False, True):
             with (
                 fake_cuda(check=False, keep_timeline=False) as device,
                 Session(Settings(warmup=3, lines=2), device) as session,
             ):
-                steps = scripts.train(name, torch.device("cuda"), mended=mended, tiny=True)
+                steps = scripts.train(name, torch.device("cuda"), fixed=fixed, tiny=True)
                 for _ in islice(steps, 8):
                     pass
             lines = [wait.line for waits in session.seen.measured.waits for wait in waits]

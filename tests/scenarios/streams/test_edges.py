@@ -31,7 +31,7 @@ from headrace.source_lines import Site
 
 PACKAGE = Path(headrace.__file__).parent
 # The primitives themselves, and code whose calls are not part of any loop.
-PRIMITIVES = tuple(str(PACKAGE / room) for room in ("device", "fake", "races"))
+PRIMITIVES = tuple(str(PACKAGE / name) for name in ("device", "fake", "races"))
 
 
 # --- scenarios ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ log = logging.getLogger("headrace")
 
 
 class GraphedStep:
-    """A step that runs as its ladder says. Weightless batches, which only keep the ranks in step,
+    """A step that runs as its ladder says. Zero-weight batches, which only keep the ranks in step,
     go to the `eager` step."""
 
     def __init__(self, eager: EagerStep, ladder: Ladder) -> None:
@@ -38,7 +38,7 @@ class GraphedStep:
         ladder.begin_pass()
 
     def __call__(self, fetched: Fetched) -> Launched:
-        if fetched.weightless:
+        if fetched.zero_weight:
             return self._eager(fetched)
         lanes = self._eager.lanes
         with lanes.on(lanes.forward, "step"):

@@ -21,7 +21,7 @@ class LossOutput:
     `loss` is a mean. `weight` is how many samples or tokens it is a mean over; 1 if the function
     returned none, and then `weighted` is False. `values` has the numbers it returned, `outputs` the
     tensors that stay on the device. `carried` is the state for the next batch, if there is a
-    `carry`. `counts` is False for a weightless batch, which this rank repeats because only other
+    `carry`. `counts` is False for a zero-weight batch, which this rank repeats because only other
     ranks have more.
     """
 
@@ -72,7 +72,7 @@ class LossOutput:
             if not isinstance(value, torch.Tensor)
         }
 
-    def weightless(self) -> LossOutput:
+    def zero_weight(self) -> LossOutput:
         """A copy that does not count: its weight is 0."""
         values = {**self.values, "weight": 0}
         return replace(self, weight=0, counts=False, values=values, outputs=None, carried=None)

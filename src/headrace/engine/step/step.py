@@ -148,7 +148,7 @@ class EagerStep:
         group = self.parts.group
         averages = group.decide_averaging(ends_epoch=fetched.ends_epoch)
         loss = self.add_gradients(
-            fetched.batch, averages=averages, weightless=fetched.weightless, tracer=tracer
+            fetched.batch, averages=averages, zero_weight=fetched.zero_weight, tracer=tracer
         )
         group.end_backward()
         return loss
@@ -158,7 +158,7 @@ class EagerStep:
         batch: Any,
         *,
         averages: bool = True,
-        weightless: bool = False,
+        zero_weight: bool = False,
         share: float | None = None,
         begins: bool = True,
         tracer: StepTracer | None = None,
@@ -171,7 +171,7 @@ class EagerStep:
                 loss = parts.forward(batch, averages=averages)
             if tracer is not None:
                 tracer.forward_ends(loss.numbers())
-            loss = loss.weightless() if weightless else loss.unaliased()
+            loss = loss.zero_weight() if zero_weight else loss.unaliased()
         lanes.forward_to_backward()
         with lanes.on(lanes.backward, "backward"):
             if begins:
@@ -242,8 +242,8 @@ class EvaluationStep:
             require_tensor(fetched.batch)
         with self._lanes.on(self._lanes.forward, "evaluate"):
             loss = self._forward.evaluate(fetched.batch, self._carry).unaliased()
-        if fetched.weightless:
-            loss = loss.weightless()
+        if fetched.zero_weight:
+            loss = loss.zero_weight()
         elif self._carry is not None:
             self._carry.keep(loss.carried)
         return Launched(fetched, loss.values, loss.weighted, updated=False, outputs=loss.outputs)

@@ -1,7 +1,7 @@
 """What `fake_cuda()` replaces in PyTorch, each with its reason.
 
-Three kinds: names that are imitated, names that are kept because PyTorch's own code works on the
-imitated ones, and all others of `torch.cuda`, which raise an error that names them.
+Three kinds: names that are emulated, names that are kept because PyTorch's own code works on the
+emulated ones, and all others of `torch.cuda`, which raise an error that names them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeviceProperties:
 
 def replacements() -> list[Replacement]:
     """The whole table. Made anew for each block: no two blocks share an object."""
-    imitated = [
+    emulated = [
         one
         for part in (
             *(_streams, _devices, _memory, _tensors_and_storages, _random, _autocast, _tools),
@@ -68,7 +68,7 @@ def replacements() -> list[Replacement]:
         )
         for one in part()
     ]
-    return [*imitated, *_refusals(imitated)]
+    return [*emulated, *_refusals(emulated)]
 
 
 def _all(owner: Any, why: str, /, **new: Any) -> Iterator[Replacement]:
@@ -208,7 +208,7 @@ def _without_nccl(name: str) -> Callable[..., Any]:
 
     def call(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         if backend is not None and "nccl" in str(backend):
-            raise state.not_imitated(f"backend={str(backend)!r} (NCCL)", "use backend='gloo'")
+            raise state.not_emulated(f"backend={str(backend)!r} (NCCL)", "use backend='gloo'")
         return original(backend, *args, **kwargs)
 
     return call
@@ -262,7 +262,7 @@ class MemPool:
         self, allocator: object = None, use_on_oom: bool = False, no_split: bool = False
     ) -> None:
         if allocator is not None:
-            raise state.not_imitated("torch.cuda.MemPool(allocator=…)")
+            raise state.not_emulated("torch.cuda.MemPool(allocator=…)")
         self.allocator = None
         self.id = state.device().graph_pool()
 
@@ -270,7 +270,7 @@ class MemPool:
         return 1
 
     def snapshot(self, include_traces: bool = True) -> Any:
-        raise state.not_imitated("MemPool.snapshot()")
+        raise state.not_emulated("MemPool.snapshot()")
 
 
 @contextmanager
@@ -541,7 +541,7 @@ class _Runtime:
     cudaProfilerStop = cudaProfilerStart  # noqa: N815
 
     def __getattr__(self, name: str) -> Any:
-        raise state.not_imitated(f"torch.cuda.cudart().{name}")
+        raise state.not_emulated(f"torch.cuda.cudart().{name}")
 
 
 @contextmanager
@@ -606,7 +606,7 @@ def _driver() -> Iterator[Replacement]:
 def _scatter(tensor: torch.Tensor, devices: Any, *_: Any) -> tuple[torch.Tensor, ...]:
     """For `nn.DataParallel`, which has one device here."""
     if len(devices) > 1:
-        raise state.not_imitated(f"a scatter to {len(devices)} devices")
+        raise state.not_emulated(f"a scatter to {len(devices)} devices")
     return (tensor.to(torch.device("cuda", devices[0]), non_blocking=True),)
 
 
@@ -638,7 +638,7 @@ def _accelerator() -> Iterator[Replacement]:
 
 # --- everything else of torch.cuda ----------------------------------------------------------------
 
-#: Public names that PyTorch implements with imitated ones, or that need no device.
+#: Public names that PyTorch implements with emulated ones, or that need no device.
 _KEPT = {
     "torch.cuda": (
         *("stream", "StreamContext", "device", "device_of", "cudart", "check_error"),
@@ -675,9 +675,9 @@ _REFUSED_TOO = {
 }
 
 
-def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
-    # By identity: `torch.cuda.Stream` is imitated, so `torch.cuda.streams.Stream` is, too.
-    known = {id(vars(one.owner).get(one.name)) for one in imitated}
+def _refusals(emulated: list[Replacement]) -> Iterator[Replacement]:
+    # By identity: `torch.cuda.Stream` is emulated, so `torch.cuda.streams.Stream` is, too.
+    known = {id(vars(one.owner).get(one.name)) for one in emulated}
     for module_name, kept in _KEPT.items():
         try:
             module = importlib.import_module(module_name)
@@ -690,11 +690,11 @@ def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
                 continue
             shown = f"{module_name}.{name}"
             if inspect.isfunction(value):
-                yield Replacement(module, name, _refusing(f"{shown}()"), "no imitation")
+                yield Replacement(module, name, _refusing(f"{shown}()"), "no emulation")
             elif isinstance(value, type) and not _is_legacy_type(value):
-                yield Replacement(module, name, _refusing_class(shown), "no imitation")
-    why = "calls of the driver have no imitation"
-    allowed = {one.name for one in imitated if one.owner is torch._C} | set(_SETTINGS)
+                yield Replacement(module, name, _refusing_class(shown), "no emulation")
+    why = "calls of the driver have no emulation"
+    allowed = {one.name for one in emulated if one.owner is torch._C} | set(_SETTINGS)
     for name, value in list(vars(torch._C).items()):  # a PyTorch that is built for CUDA has some
         if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in allowed:
             yield Replacement(torch._C, name, _refusing(f"torch._C.{name}()"), why)
@@ -708,7 +708,7 @@ def _is_legacy_type(value: type) -> bool:
 
 def _refusing(what: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise state.not_imitated(what)
+        raise state.not_emulated(what)
 
     return refuse
 
@@ -719,7 +719,7 @@ def _refusing_class(what: str) -> type:
 
 def _no_such_call(name: str) -> Any:
     if name.startswith(_DRIVER_CALLS):
-        raise state.not_imitated(f"torch._C.{name}")
+        raise state.not_emulated(f"torch._C.{name}")
     raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
 
 

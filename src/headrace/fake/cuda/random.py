@@ -53,10 +53,10 @@ class CudaGenerator(_RealGenerator):
         return self
 
     def get_offset(self) -> int:
-        raise state.not_imitated("Generator.get_offset()")
+        raise state.not_emulated("Generator.get_offset()")
 
     def set_offset(self, offset: int) -> Any:
-        raise state.not_imitated("Generator.set_offset()")
+        raise state.not_emulated("Generator.set_offset()")
 
     def __reduce__(self) -> Any:
         raise TypeError("a generator on cuda cannot be pickled")

@@ -1,4 +1,4 @@
-"""The fake CUDA device in use, and the errors of what it cannot imitate."""
+"""The fake CUDA device in use, and the errors of what it cannot emulate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.errors import NotImitatedError
+from headrace.errors import NotEmulatedError
 
 if TYPE_CHECKING:
     from headrace.fake.cuda.device import FakeCuda
@@ -67,7 +67,7 @@ def check_index(target: Any) -> None:
         )
 
 
-def not_imitated(what: str, instead: str = "") -> NotImitatedError:
-    """The error for a part of CUDA that has no imitation."""
+def not_emulated(what: str, instead: str = "") -> NotEmulatedError:
+    """The error for a part of CUDA that has no emulation."""
     advice = instead or "run this part of the program on a GPU, or leave it out of the test"
-    return NotImitatedError(f"{what} cannot be imitated without a GPU: {advice}")
+    return NotEmulatedError(f"{what} cannot be emulated without a GPU: {advice}")

@@ -19,7 +19,7 @@ from headrace.races.source import assigned_name, name_of_new_object
 if TYPE_CHECKING:
     from headrace.fake.cuda.device import FakeCuda
 
-# The classes that user code may test for. Whatever is replaced, this room keeps the real ones.
+# The classes that user code may test for. Whatever is replaced, this package keeps the real ones.
 _RealStream, _RealEvent, _RealGraph = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph
 
 
@@ -158,7 +158,7 @@ class ExternalStream(CudaStream):
         try:
             return stream_of(state.device().stream_by_id(stream_ptr))
         except RuntimeError:
-            raise state.not_imitated(
+            raise state.not_emulated(
                 "torch.cuda.streams.ExternalStream() of a stream that PyTorch has not made"
             ) from None
 
@@ -189,7 +189,7 @@ class Event:
     ) -> None:
         state.check_index(device)
         if interprocess:
-            raise state.not_imitated("torch.cuda.Event(interprocess=True)")
+            raise state.not_emulated("torch.cuda.Event(interprocess=True)")
         self._made = state.device().event(timing=enable_timing)
         self._is_external = external
 
@@ -221,7 +221,7 @@ class Event:
     def _used_on(self, stream: Stream | None) -> FakeStream:
         used = state.device().current_stream() if stream is None else stream._fake
         if self._is_external and used.tape is not None:  # each replay would record it again
-            raise state.not_imitated("torch.cuda.Event(external=True) in a capture")
+            raise state.not_emulated("torch.cuda.Event(external=True) in a capture")
         return used
 
     def query(self) -> bool:
@@ -240,11 +240,11 @@ class Event:
         return self._fake.elapsed_ms(end_event._fake)
 
     def ipc_handle(self) -> bytes:
-        raise state.not_imitated("Event.ipc_handle()")
+        raise state.not_emulated("Event.ipc_handle()")
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
-        raise state.not_imitated("Event.from_ipc_handle()")
+        raise state.not_emulated("Event.from_ipc_handle()")
 
     def __repr__(self) -> str:
         return f"<fake torch.cuda.Event {self.cuda_event:#x}>"
@@ -345,4 +345,4 @@ class CUDAGraph:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise state.not_imitated(f"CUDAGraph.{name}")
+        raise state.not_emulated(f"CUDAGraph.{name}")

@@ -51,7 +51,7 @@ class CudaFunctionMode(FunctionMode):
             if name == "__get__":
                 read = getattr(func, "__self__", None)
                 if read is _ARRAY and device.holds(tensor):
-                    raise state.not_imitated("__cuda_array_interface__ (CuPy, Numba)")
+                    raise state.not_emulated("__cuda_array_interface__ (CuPy, Numba)")
             rewrite = _METHODS.get(name)
             if rewrite is not None:
                 func, args, kwargs = rewrite(device, func, tensor, args, kwargs)

@@ -91,7 +91,7 @@ def describe_shared(name: str, shared: int, scored: int) -> str:
 def corpus_warnings(counts: Mapping[str, SplitCounts]) -> list[str]:
     """What a user should know about a corpus before believing its scores."""
     found = [
-        f"{describe_novelty(split, counts)}. To mend it, remove such pairs from your train files "
+        f"{describe_novelty(split, counts)}. To fix it, remove such pairs from your train files "
         f"(there are {counts['train'].shared:,})"
         for split in counts
         if split != "train" and counts[split].shared
