@@ -49,3 +49,19 @@ def test_a_pool_takes_a_graph_after_its_last_one_has_gone(cuda: Device, ends: st
     second, made = cuda.capture(lambda: value + 1, pool)
     second.replay()
     assert made.tolist() == [2, 2, 2, 2]
+
+
+def test_a_capture_leaves_a_replay_that_is_under_way_its_random_numbers(cuda: Device) -> None:
+    """PyTorch resets the graphs' random state when a capture begins, on the capture's stream."""
+    values, pool = torch.zeros(1000, device=cuda.torch_device), cuda.graph_pool()
+    draw, _ = cuda.capture(lambda: values.uniform_(), pool)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        values.uniform_()  # so that the offset is not zero
+        cuda.delay(20_000_000)
+        draw.replay()
+        if not drawn:
+            cuda.capture(lambda: torch.ones(1, device=cuda.torch_device) + 1, cuda.graph_pool())
+        drawn.append(values.clone())
+    assert torch.equal(*drawn)

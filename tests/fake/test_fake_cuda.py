@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,31 @@ def test_a_captured_step_replays(fake_cuda: FakeCuda) -> None:
         graph.replay()
     with pytest.raises(NotEmulatedError, match=r"CUDAGraph\.debug_dump"):
         second.debug_dump("file")
+
+
+def _replay_then_capture(first: Callable[[], object], waits: bool) -> None:
+    """Capture `first` and replay it; then capture something else with the calls that PyTorch's own
+    `torch.cuda.graph` makes, which is what waits."""
+    graph, second, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        first()
+    graph.replay()
+    if waits:
+        torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        second.capture_begin()
+        torch.ones(4, device="cuda")
+        second.capture_end()
+    graph.replay()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_capture_resets_the_random_state_of_a_replay_under_way(draws: bool, waits: bool) -> None:
+    expected = pytest.raises(RaceError, match="on the random state that captured graphs read")
+    with expected if draws and not waits else nullcontext(), fake_cuda():
+        values = torch.zeros(4, device="cuda")
+        _replay_then_capture(lambda: values.uniform_() if draws else values.add_(1), waits)
 
 
 def test_a_graph_draws_from_the_generators_that_it_knows(fake_cuda: FakeCuda) -> None:

@@ -354,7 +354,8 @@ class TestTranslateIds:
             waits = device.ledger.statistics()
             assert waits["translations"].count == 1
             assert waits["search"].count == 3  # of 15 steps: heard at 6, 10 and 14
-            assert waits.count == 4
+            assert waits["capture"].count == 1
+            assert waits.count == 5
 
     @pytest.mark.parametrize(
         ("given_ids", "options", "message"),

@@ -303,10 +303,19 @@ class Device(abc.ABC):
         """Record the device work of `work` as a graph, without running it. Returns the graph and
         what `work` returned. All memory that `work` allocates is the pool's.
 
-        Raises `CaptureError`, from the error that caused it, if the work cannot be captured. The
-        host does not wait.
+        Raises `CaptureError`, from the error that caused it, if the work cannot be captured.
+
+        First the host waits for the device. A capture begins by resetting the random state that
+        all graphs read, on a stream of its own: a replay still under way would draw other numbers.
         """
-        raise CaptureError(f"{self} captures no graphs")
+        if self.is_capturing():
+            raise CaptureError(f"{self} is capturing already, and does one capture at a time")
+        self.synchronize("capture")
+        caller, own = self.current_stream(), self.stream("capture")
+        try:
+            return self._capture(work, pool, own)
+        finally:
+            caller.wait_stream(own)  # the next replay sets that state again
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured, by whomever."""
@@ -392,6 +401,12 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def _synchronize(self, stream: Stream | None) -> None: ...
+
+    def _capture(
+        self, work: Callable[[], Result], pool: object, stream: Stream
+    ) -> tuple[Graph, Result]:
+        """Record `work` on a stream, whose work is done."""
+        raise CaptureError(f"{self} captures no graphs")
 
     @abc.abstractmethod
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None: ...

@@ -272,7 +272,9 @@ class CudaDevice(AcceleratorDevice):
     def graph_pool(self) -> object:
         return CudaPool()
 
-    def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
+    def _capture(
+        self, work: Callable[[], Result], pool: object, stream: Stream
+    ) -> tuple[Graph, Result]:
         if not isinstance(pool, CudaPool):
             raise TypeError(f"pool is a {type(pool).__name__}: expected one from graph_pool()")
         raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
@@ -280,7 +282,7 @@ class CudaDevice(AcceleratorDevice):
         gc.disable()  # freeing a graph or an event during a capture may break it
         _forget_workspaces()
         try:
-            with self.use(self.stream("capture")):  # the default stream cannot capture
+            with self.use(stream):  # the default stream cannot capture
                 handle = pool.handle()
                 try:
                     # thread_local: another thread may pin memory for a loader meanwhile.

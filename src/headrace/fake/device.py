@@ -45,7 +45,7 @@ from headrace.fake import (
 from headrace.fake.costs import Costs
 from headrace.fake.dispatch_mode import DispatchMode
 from headrace.fake.function_mode import FunctionMode, ModeCall
-from headrace.fake.graph_pools import GraphPool
+from headrace.fake.graph_pools import GraphPool, GraphRandomState
 from headrace.fake.streams import FakeEvent, FakeStream
 from headrace.races.checker import Actor, Clock, StreamView, join
 from headrace.races.findings import Finding, find, race_report
@@ -142,6 +142,7 @@ class FakeDevice(host_threads.Hosts):
         #: Host memory that was pinned after its allocation: the number of bytes, by address.
         self.registered_memory: dict[int, int] = {}
         self.default_stream = FakeStream(self, "default")
+        self.graph_random_state = GraphRandomState(self)
 
     # --- the block --------------------------------------------------------------------------------
 
@@ -340,8 +341,11 @@ class FakeDevice(host_threads.Hosts):
         self.graph_pools.add(pool)
         return pool
 
-    def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
-        return graphs.capture(self, work, pool)
+    def _capture(
+        self, work: Callable[[], Result], pool: object, stream: Stream
+    ) -> tuple[Graph, Result]:
+        assert isinstance(stream, FakeStream)
+        return graphs.capture(self, work, pool, stream)
 
     def is_capturing(self) -> bool:
         return self.current_stream().tape is not None
@@ -516,13 +520,21 @@ class FakeDevice(host_threads.Hosts):
                 tape.allocated(allocates)
                 tape.launched(stream, launch)
 
-    def replay(self, launches: Sequence[Launch], pool: torch.Tensor) -> None:
-        """Put a graph's operations on the current stream, at the cost of one launch."""
+    def write_on(self, stream: FakeStream, what: str, memory: torch.Tensor) -> None:
+        """Let a stream write memory that no tensor of the program has, at no cost."""
+        with torch._C.DisableTorchFunction(), self.lock:
+            launch = Launch(what, "kernel", (), (memory,), 0, users_line(), None)
+            self.launch(stream.actor)
+            self._run(stream.actor, launch)
+
+    def replay(self, launches: Sequence[Launch], shared: Sequence[torch.Tensor]) -> None:
+        """Put a graph's operations on the current stream, at the cost of one launch. `shared` is
+        the memory that replays of other graphs write, too."""
         actor, site = self.current_stream().actor, users_line()
         with torch._C.DisableTorchFunction(), self.lock:
             self._pay_launch()
             self.launch(actor)
-            self._run(actor, Launch("graph replay", "kernel", (), (pool,), 0, site, None))
+            self._run(actor, Launch("graph replay", "kernel", (), shared, 0, site, None))
             for launch in launches:
                 self._run(actor, launch, replayed_at=site)
             self.queued(actor)

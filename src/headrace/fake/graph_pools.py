@@ -26,6 +26,7 @@ from headrace.races.race import calling_site
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice
     from headrace.fake.graphs import Tape
+    from headrace.fake.streams import FakeStream
 
 # All bits set: no number in any floating type, -1 in the others.
 _GARBAGE = 0xFF
@@ -49,6 +50,30 @@ class _PoolBlock:
     allocated: int
     #: The first allocation that could have got it. None while somebody holds it.
     freed: int | None = None
+
+
+class GraphRandomState:
+    """Where graphs that draw find the random seed and offset. There is one for all graphs of a
+    device: each of their replays writes it, and each capture begins by writing it on its own
+    stream, which must not happen while a replay is still under way."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.memory = self._new()
+
+    def _new(self) -> torch.Tensor:
+        with unobserved():
+            memory = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            with self._device.lock:
+                host = self._device.host()
+                self._device.checker.track(memory, "random state", host, calling_site())
+        return memory
+
+    def reset(self, stream: FakeStream) -> None:
+        """Write it, as a capture does that begins. The write is long over when a replay can come:
+        nothing has to wait for it."""
+        self._device.write_on(stream, "a capture begins", self.memory)
+        self.memory = self._new()
 
 
 class GraphPool:

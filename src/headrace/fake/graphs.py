@@ -80,6 +80,8 @@ class Tape:
     launches: list[Launch] = field(default_factory=list)
     arithmetic: list[_Arithmetic] = field(default_factory=list)
     over: bool = False
+    #: Whether the work has drawn from the device's generator.
+    draws: bool = False
     #: The order of the captured operations among themselves.
     branches: Branches = field(init=False)
     #: The captured streams, and how much was put on each.
@@ -107,6 +109,7 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record inside the block. However the block ends, restore the memory."""
+        self.device.graph_random_state.reset(self.origin)
         with unobserved():
             random_state = self.device.random_state()
             states = [generator.get_state() for generator in self.generators]
@@ -131,6 +134,7 @@ class Tape:
                 stream.tape = None
             with unobserved():
                 self._restore()
+                self.draws = not torch.equal(random_state, self.device.random_state())
                 self.device.set_random_state(random_state)
                 for generator, state in zip(self.generators, states, strict=True):
                     generator.set_state(state)
@@ -308,7 +312,10 @@ class FakeGraph(Graph):
                 for step in tape.arithmetic:
                     step.run()
             tape.overwrite_shared()
-        tape.device.replay(tape.launches, tape.pool.memory)
+        shared = [tape.pool.memory]
+        if tape.draws:
+            shared.append(tape.device.graph_random_state.memory)
+        tape.device.replay(tape.launches, shared)
 
     def close(self) -> None:
         if self._tape is not None:
@@ -319,14 +326,13 @@ class FakeGraph(Graph):
 # --- for the device -------------------------------------------------------------------------------
 
 
-def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
+def capture(
+    device: FakeDevice, work: Callable[[], Result], pool: object, stream: FakeStream
+) -> tuple[Graph, Result]:
     if not isinstance(pool, GraphPool) or pool.device is not device:
         raise DeviceMismatchError(f"capture on {device} expects a pool from its graph_pool()")
     if not device.watches_this_thread():
         raise DeviceError(f"{device} captures only inside its `with device:` block")
-    stream = device.stream("capture")
-    if stream.tape is not None:
-        raise CaptureError(f"{device} is capturing already, and does one capture at a time")
     tape = Tape(device, stream, pool)
     try:
         with device.use(stream), tape.recording():

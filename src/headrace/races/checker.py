@@ -163,8 +163,9 @@ class Host(Actor):
 
 @dataclass(slots=True)
 class Storage:
-    """A tracked tensor storage. `home` is "device", "pinned", or "pool" for the tensor that
-    represents a graph pool's memory. `recorded_streams` are those of `record_stream`, by number."""
+    """A tracked tensor storage. `home` is "device", "pinned", "pool" for the tensor that represents
+    a graph pool's memory, or "random state" for that of all graphs. `recorded_streams` are those of
+    `record_stream`, by number."""
 
     home: str
     owner: Actor
@@ -201,6 +202,8 @@ class Storage:
 
     def __str__(self) -> str:
         line = f"{short_path(self.allocated_at.file)}:{self.allocated_at.line}"
+        if self.home == "random state":
+            return "the random state that captured graphs read"
         if self.home == "pool":
             return f"a graph pool in device memory, allocated at {line}"
         place = "pinned host memory" if self.home == "pinned" else "device memory"
