@@ -20,6 +20,7 @@ What must be right, and the test that fails without it; those of other files wit
 |   | chunks_may_be_written_in_place, what_copies_cannot_stand_for_is_eager, test_outputs |
 | modes, requires_grad and settings in the key | a_change_is_noticed, |
 |   | settings_of_pytorch_have_graphs_of_their_own, settings_of_forward_and_backward |
+| no gradient where the plain loop has none | a_loss_of_some_outputs |
 | modules inside modules | test_parts: what_cannot_be_captured_as_a_whole_is_divided |
 | a forecast of memory | memory_that_would_not_fit_is_not_captured |
 | cuBLAS workspaces (GPU) | test_freed_memory |
@@ -70,6 +71,12 @@ def made(
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(x).square().mean()
     return loss
+
+
+def missed(report: hr.SpeedUpReport) -> int:
+    """How many backward passes of the first model ran eagerly."""
+    counts = report.parts[0].eager
+    return sum(count for why, count in counts.items() if "its backward had other" in why)
 
 
 def replays(report: hr.SpeedUpReport) -> int:
@@ -669,10 +676,10 @@ class Asking(nn.Linear):
         return asked
 
 
-@pytest.mark.parametrize("backward", ["outside", "at times", "once more"])
+@pytest.mark.parametrize("backward", ["outside", "at times", "later", "once more"])
 def test_settings_of_forward_and_backward(capturing: Device, backward: str) -> None:
-    """Each graph has those that were seen; another backward runs eagerly, after a forward with the
-    settings of the call."""
+    """There is a graph for all those that were seen; another backward runs eagerly, after a forward
+    with the settings of the call."""
 
     def build(device: Device) -> Made:
         model = Asking(4, 4).to(device.torch_device)
@@ -680,15 +687,16 @@ def test_settings_of_forward_and_backward(capturing: Device, backward: str) -> N
 
         def step(at: int) -> Any:
             x, found = batch(device, at), []
+            inside = (backward == "at times" or (backward == "later" and at > 3)) and at % 2 == 1
             with torch.backends.cudnn.flags(enabled=False):
                 loss = model(x).square().mean()
-                if backward == "at times" and at % 2:
+                if inside:
                     loss.backward()
             if backward == "once more" and at > 3:
                 (first,) = torch.autograd.grad(loss, [model.weight], create_graph=True)
                 loss = loss + first.square().sum()
                 found.append(first.detach())
-            if backward != "at times" or at % 2 == 0:
+            if not inside:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -698,8 +706,49 @@ def test_settings_of_forward_and_backward(capturing: Device, backward: str) -> N
 
     report = compare(capturing, build, 8)
     assert report.parts[0].replays > 0
-    eager = sum("settings of PyTorch" in one for one in report.parts[0].eager)
-    assert eager == (backward == "at times")
+    assert missed(report) == (backward == "later")
+
+
+class Heads(nn.Module):
+    """Two heads on one body: a loss of one of them leaves the other without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return self.one(hidden), self.other(hidden)
+
+
+@pytest.mark.parametrize("loss_of", ["one in turn", "the other, later", "each"])
+def test_a_loss_of_some_outputs(capturing: Device, loss_of: str) -> None:
+    """What gets no gradient in the plain loop gets none, and no zeros, which would move it on by
+    momentum and weight decay."""
+
+    def build(device: Device) -> Made:
+        model = Heads().to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            made, found = model(batch(device, at)), []
+            if loss_of == "each":
+                for one in made:
+                    optimizer.zero_grad()
+                    one.square().mean().backward(retain_graph=True)
+                    found.append([p.grad for p in model.parameters()])
+            else:
+                is_other = at % 2 == 1 if loss_of == "one in turn" else at in (5, 7)
+                made[is_other].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return [found, [p.detach().clone() for p in model.parameters()]]
+
+        return (model, optimizer), step
+
+    report = compare(capturing, build, 9)
+    assert report.parts[0].replays > 0
+    assert missed(report) == (loss_of == "the other, later")
 
 
 def test_a_sparse_argument(capturing: Device) -> None:

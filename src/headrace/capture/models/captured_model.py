@@ -14,8 +14,8 @@ from headrace.capture.state.gradients import GradientBuffers
 from headrace.capture.watching.host_draws import HostDraws
 from headrace.device import Graph
 
-# After so many changes of a backward's settings, its graph stays.
-_MAX_CHANGES = 3
+# A forward has at most so many backwards as graphs.
+_MAX_BACKWARDS = 4
 
 
 class CallKey(NamedTuple):
@@ -30,19 +30,25 @@ class CallKey(NamedTuple):
     modes: int
 
 
+class BackwardKey(NamedTuple):
+    """What the graph of a backward depends on: the outputs that have a gradient, by number, and
+    PyTorch's settings. A parameter that only other outputs depend on gets none."""
+
+    outputs: tuple[int, ...]
+    settings: Values
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CallKind:
-    """Calls that can share a graph, and what those that ran eagerly have shown. `gradients` are the
-    outputs that got a gradient, each with its strides, `settings` those of PyTorch's in their
-    backward, and `changes` how often they have changed. `kept_bytes` is the memory that a call
-    keeps until its backward, `draws` whether it draws random numbers, and `writes` a buffer that it
-    writes and may read."""
+    """Calls that can share a graph, and what those that ran eagerly have shown. `strides` are those
+    of the outputs' gradients, `backwards` the backwards that have run, in each the outputs that had
+    a gradient. `kept_bytes` is the memory that a call keeps until its backward, `draws` whether it
+    draws random numbers, and `writes` a buffer that it writes and may read."""
 
     key: CallKey
     uses: int = 0
-    gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    settings: Values | None = None
-    changes: int = 0
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    backwards: dict[Hashable, BackwardKey] = field(default_factory=dict)
     kept_bytes: int = 0
     draws: bool = False
     writes: str | None = None
@@ -55,56 +61,52 @@ class CallKind:
         self.draws = self.draws or draws
         self.writes = writes
 
-    def note_gradient(self, number: int, strides: tuple[int, ...]) -> None:
-        self.gradients[number] = strides
+    def note_gradient(
+        self, backward: Hashable, settings: Values, number: int, strides: tuple[int, ...]
+    ) -> None:
+        """In a backward of a call, an output had a gradient."""
+        self.strides[number] = strides
+        before = self.backwards.get(backward)
+        outputs = {number, *(() if before is None else before.outputs)}
+        self.backwards[backward] = BackwardKey(tuple(sorted(outputs)), settings)
 
-    def note_settings(self, settings: Values) -> None:
-        self.settings = settings
+    def note_missed(self, key: BackwardKey) -> bool:
+        """No graph is there for this backward. Returns whether to capture one, with the forward."""
+        known = len(self.distinct_backwards())
+        if known < _MAX_BACKWARDS:
+            self.backwards[key] = key
+        return known < _MAX_BACKWARDS
 
-    def note_missed(self, numbers: list[int], settings: Values) -> bool:
-        """A graph's backward could not serve: these outputs had gradients, too, or it ran under
-        other settings. Returns whether to capture it anew: not if settings change again and
-        again."""
-        for number in numbers:
-            self.gradients.setdefault(number, ())
-        if settings != self.settings:
-            self.settings, self.changes = settings, self.changes + 1
-        return bool(numbers) or self.changes <= _MAX_CHANGES
+    def distinct_backwards(self) -> list[BackwardKey]:
+        return list(dict.fromkeys(self.backwards.values()))[:_MAX_BACKWARDS]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBackward:
-    """`with_gradient` are the numbers of the outputs whose gradients it takes, `into` the memory
-    that it takes them from. `numbers` are the parameters that get a gradient, `differentiated` the
-    leaves of the arguments that get one, which are `input_gradients`. It runs under these
-    `settings` of PyTorch's."""
+    """`into` is the memory that it takes the outputs' gradients from. `numbers` are the parameters
+    that get a gradient, and `input_gradients` those of arguments."""
 
     graph: Graph
-    settings: Values
-    with_gradient: list[int]
     into: list[torch.Tensor]
     numbers: tuple[int, ...]
-    differentiated: list[int]
     input_gradients: list[torch.Tensor | None]
 
-    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give it the gradients of the outputs `with_gradient`."""
+    def take_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Give it the gradients of its outputs."""
         for mine, theirs in zip(self.into, gradients, strict=True):
-            if theirs is None:
-                mine.zero_()
-            else:
-                mine.copy_(theirs)
+            mine.copy_(theirs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedModel:
-    """A forward as a graph, and its backward; None if no output has a gradient. `inputs` are copies
-    of the arguments' leaves at `places`, `gradients` the model's, `host_draws` what it draws on the
-    host. `uses` must not be freed."""
+    """A forward as a graph, and its backwards. `inputs` are copies of the arguments' leaves at
+    `places`, those at `differentiated` get a gradient, `gradients` are the model's, `host_draws`
+    what it draws on the host. `uses` must not be freed."""
 
     kind: CallKind
     forward: Graph
-    backward: CapturedBackward | None
+    backwards: dict[BackwardKey, CapturedBackward]
+    differentiated: list[int]
     gradients: GradientBuffers
     inputs: list[torch.Tensor]
     places: list[int]
@@ -122,5 +124,5 @@ class CapturedModel:
 
     def close(self) -> None:
         self.forward.close()
-        if self.backward is not None:
-            self.backward.graph.close()
+        for backward in self.backwards.values():
+            backward.graph.close()

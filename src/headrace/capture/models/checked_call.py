@@ -102,7 +102,7 @@ class CheckedCall:
     def backward(
         self,
         replay: Callable[[], None],
-        roots: dict[int, torch.Tensor | None],
+        roots: dict[int, torch.Tensor],
         parameters: dict[str, int],
         found: Callable[[str], torch.Tensor | None],
         inputs: Sequence[int],
@@ -114,7 +114,7 @@ class CheckedCall:
         outputs, self._outputs = self._outputs, []
         sources = [self._aliases[at] for at in parameters.values()]
         sources += [self._arguments[at] for at in inputs]
-        given = [(outputs[number], one) for number, one in roots.items() if one is not None]
+        given = [(outputs[number], one) for number, one in roots.items()]
         expected = torch.autograd.grad(
             [one for one, _ in given],
             sources,

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from headrace.capture.guards.kernel_settings import Values
 from headrace.capture.guards.obstacles import state_obstacle
-from headrace.capture.models.captured_model import CallKind, CapturedModel
+from headrace.capture.models.captured_model import BackwardKey, CallKind, CapturedModel
 from headrace.capture.models.eager import running_inside, why_eager_now, why_never, why_not_yet
 from headrace.capture.models.lanes import MAX_LANES, Lane, ModelLanes
 from headrace.capture.models.model_backward import ModelBackward
@@ -185,9 +184,9 @@ class GraphedModel:
     def is_pending(self) -> bool:
         return self._lanes.is_pending()
 
-    def backward_missed(self, graph: CapturedModel, numbers: list[int], settings: Values) -> None:
+    def backward_missed(self, graph: CapturedModel, key: BackwardKey) -> None:
         self.part.ran_eagerly(MISSED)
-        if graph.kind.note_missed(numbers, settings):
+        if graph.kind.note_missed(key):
             self._lanes.forget(graph)
 
     def _graph_for(
@@ -199,7 +198,7 @@ class GraphedModel:
         if lane is not None and graph is not None:
             return lane, graph
         kind.note_use()
-        if not kind.gradients and kind.uses <= self._options.after + _MAX_WAIT_FOR_BACKWARD:
+        if not kind.backwards and kind.uses <= self._options.after + _MAX_WAIT_FOR_BACKWARD:
             return NO_GRADIENT
         if lane is None and len(self._lanes) == MAX_LANES:
             return f"{MAX_LANES} calls wait for their backward already"
@@ -240,7 +239,7 @@ class GraphedModel:
         self.part.replayed()
         if checked is not None:
             checked.forward(step, graph.outputs, call, leaves, made)
-        if (backward := graph.backward) is not None:
-            waiting = WaitingCall(step, graph, backward, call, leaves, lane.take(), states, checked)
+        if graph.backwards:
+            waiting = WaitingCall(step, graph, call, leaves, lane.take(), states, checked)
             made = self._backward.outputs(waiting, made, leaves)
         return graph.outputs.result(made, leaves)

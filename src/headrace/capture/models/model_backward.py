@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from headrace.capture.guards.kernel_settings import KernelSettings, Values
+from headrace.capture.guards.kernel_settings import KernelSettings
 from headrace.capture.models.backward_watch import accumulate, watch_backwards
-from headrace.capture.models.captured_model import CapturedModel
+from headrace.capture.models.captured_model import BackwardKey, CapturedBackward, CapturedModel
 from headrace.capture.models.eager import DOUBLE_BACKWARD, running_inside
 from headrace.capture.models.waiting_call import WaitingCall
 from headrace.capture.state.state import StepState
@@ -31,9 +31,8 @@ class Owner(Protocol):
 
     def give_up(self, why: str) -> None: ...
 
-    def backward_missed(self, graph: CapturedModel, numbers: list[int], settings: Values) -> None:
-        """A graph's backward does not take the gradients of these outputs, or was captured under
-        other settings: this one runs eagerly."""
+    def backward_missed(self, graph: CapturedModel, key: BackwardKey) -> None:
+        """A forward's graph has no such backward: this one runs eagerly."""
 
 
 class ModelBackward:
@@ -70,7 +69,7 @@ class ModelBackward:
     ) -> list[torch.Tensor]:
         """The outputs of a replayed call, `made`, with their autograd history."""
         numbers = waiting.graph.outputs.differentiable
-        inputs = [leaves[at] for at in waiting.backward.differentiated]
+        inputs = [leaves[at] for at in waiting.graph.differentiated]
         fresh = _Replayed.apply(  # type: ignore[no-untyped-call]
             self, waiting, [made[number] for number in numbers], self.anchor, *inputs
         )
@@ -80,38 +79,40 @@ class ModelBackward:
 
     def run(self, waiting: WaitingCall, gradients: Sequence[torch.Tensor | None]) -> Gradients:
         """The backward of a call: gradients of its inputs, for those of its outputs."""
-        graph, backward = waiting.graph, waiting.backward
+        graph = waiting.graph
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if torch.is_grad_enabled():
             self._owner.give_up(DOUBLE_BACKWARD)
             return self._run_eagerly(waiting, gradients, create_graph=True)
-        by_number = dict(zip(graph.outputs.differentiable, gradients, strict=True))
-        mine = [by_number.pop(number) for number in backward.with_gradient]
-        missed, settings = (
-            [n for n, one in by_number.items() if one is not None],
-            self._settings.now(),
-        )
-        if missed or settings != backward.settings:
-            self._owner.backward_missed(graph, missed, settings)
-            found = self._run_eagerly(waiting, gradients, create_graph=False)
+        pairs = list(zip(graph.outputs.differentiable, gradients, strict=True))
+        given = {number: one for number, one in pairs if one is not None}
+        key = BackwardKey(tuple(given), self._settings.now())
+        backward = graph.backwards.get(key)
+        if not given:
+            found: Gradients = [None] * len(graph.differentiated)
+        elif backward is not None:
+            found = self._replay(waiting, backward, given)
         else:
-            found = self._replay(waiting, mine)
+            self._owner.backward_missed(graph, key)
+            found = self._run_eagerly(waiting, gradients, create_graph=False)
         if not keep:
             waiting.finish()
         return found
 
-    def _replay(self, waiting: WaitingCall, gradients: Gradients) -> Gradients:
-        buffers, backward, request = waiting.graph.gradients, waiting.backward, self._request
-        backward.take_gradients(gradients)
+    def _replay(
+        self, waiting: WaitingCall, backward: CapturedBackward, given: dict[int, torch.Tensor]
+    ) -> Gradients:
+        buffers, request = waiting.graph.gradients, self._request
+        backward.take_gradients(list(given.values()))
         numbers, replay = backward.numbers, backward.graph.replay
         if (checked := waiting.take_checked()) is not None:
             names = [name for name, _ in self._step.modules[0].named_parameters()]
             replay = checked.backward(
                 replay,
-                dict(zip(backward.with_gradient, gradients, strict=True)),
+                given,
                 {names[number]: number for number in numbers},
                 lambda name: buffers.buffers().get(names.index(name)),
-                backward.differentiated,
+                waiting.graph.differentiated,
                 backward.input_gradients,
             )
         if request is not None:
@@ -144,7 +145,7 @@ class ModelBackward:
             for number, one in zip(graph.outputs.differentiable, gradients, strict=True)
             if one is not None
         ]
-        sources = [*wanted, *(leaves[at] for at in waiting.backward.differentiated)]
+        sources = [*wanted, *(leaves[at] for at in waiting.graph.differentiated)]
         found: Gradients = list(
             torch.autograd.grad(
                 *([one for one, _ in pairs], sources, [one for _, one in pairs]),

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 
 from headrace.capture.guards.kernel_settings import KernelSettings
-from headrace.capture.models.captured_model import CallKind, CapturedBackward, CapturedModel
+from headrace.capture.models.captured_model import (
+    BackwardKey,
+    CallKind,
+    CapturedBackward,
+    CapturedModel,
+)
 from headrace.capture.models.eager import running_inside
 from headrace.capture.models.model_state import ModelState
 from headrace.capture.models.outputs import Outputs, addresses, require_plain
@@ -92,7 +97,8 @@ class ModelCapture:
         return CapturedModel(
             self.kind,
             forward,
-            self._capture_backward(own, aliases, outputs.with_history()),
+            self._capture_backwards(own, aliases, outputs.with_history()),
+            _differentiated(own),
             self.state.gradients,
             [own[at].detach() for at in places],
             places,
@@ -102,23 +108,39 @@ class ModelCapture:
             [*own, *(one.detach() for one in guards.tensors), *self.reads, *constants.values],
         )
 
-    def _capture_backward(
+    def _capture_backwards(
         self, own: list[torch.Tensor], aliases: list[torch.Tensor], outputs: list[torch.Tensor]
-    ) -> CapturedBackward | None:
-        gradients, seen = self.state.gradients, self.kind.gradients
-        numbers = [number for number, one in enumerate(outputs) if one.requires_grad]
-        with_gradient = [n for n in numbers if n in seen] or numbers
+    ) -> dict[BackwardKey, CapturedBackward]:
+        """The loop's backward usually runs after its autocast block, and this call inside of it.
+        What outputs have a gradient may differ from backward to backward, too."""
+        numbers = tuple(number for number, one in enumerate(outputs) if one.requires_grad)
         if not numbers:
-            return None
-        differentiated = [at for at, one in enumerate(own) if one.requires_grad]
+            return {}
+        sources = {id(one) for one in (*own, *aliases) if one.requires_grad}
+        _require_own_leaves([outputs[number] for number in numbers], sources)
+        present = KernelSettings(self.step.device)
+        keys = self.kind.distinct_backwards()
+        keys = keys or [BackwardKey(numbers, present.without_autocast())]
+        found = {}
+        for key in keys:
+            with present.set(key.settings):
+                found[key] = self._capture_backward(
+                    own, aliases, {n: outputs[n] for n in key.outputs}, retains=key is not keys[-1]
+                )
+        return found
+
+    def _capture_backward(
+        self,
+        own: list[torch.Tensor],
+        aliases: list[torch.Tensor],
+        roots: dict[int, torch.Tensor],
+        *,
+        retains: bool,
+    ) -> CapturedBackward:
+        gradients, strides = self.state.gradients, self.kind.strides
         wanted = [at for at, one in enumerate(aliases) if one.requires_grad]
-        sources = [*map(aliases.__getitem__, wanted), *map(own.__getitem__, differentiated)]
-        roots = [outputs[number] for number in with_gradient]
-        _require_own_leaves([outputs[number] for number in numbers], {id(one) for one in sources})
-        into = [
-            _gradient_like(one, seen.get(number))
-            for number, one in zip(with_gradient, roots, strict=True)
-        ]
+        sources = [*(aliases[at] for at in wanted), *(own[at] for at in _differentiated(own))]
+        into = [_gradient_like(one, strides.get(number)) for number, one in roots.items()]
         # The first graph's own gradients are the buffers. Later graphs copy theirs into them. What
         # they add is memory outside of the pool: in it, replays of earlier graphs may use it.
         takes = not gradients.buffers()
@@ -127,7 +149,9 @@ class ModelCapture:
 
         def work() -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
             found: list[torch.Tensor | None] = list(
-                torch.autograd.grad(roots, sources, into, allow_unused=True)
+                torch.autograd.grad(
+                    list(roots.values()), sources, into, retain_graph=retains, allow_unused=True
+                )
             )
             ours, others = found[: len(wanted)], found[len(wanted) :]
             by_number = {n: one for n, one in zip(wanted, ours, strict=True) if one is not None}
@@ -139,14 +163,12 @@ class ModelCapture:
                 gradients.write(by_number)
             return tuple(by_number), others
 
-        # The loop's backward usually runs after its autocast block, and this call inside of it.
-        present = KernelSettings(self.step.device)
-        settings = self.kind.settings or present.without_autocast()
-        with present.set(settings):
-            graph, (found_for, others) = self.step.device.capture(work, self.pools[1])
-        return CapturedBackward(
-            graph, settings, with_gradient, into, found_for, differentiated, others
-        )
+        graph, (found_for, others) = self.step.device.capture(work, self.pools[1])
+        return CapturedBackward(graph, into, found_for, others)
+
+
+def _differentiated(own: list[torch.Tensor]) -> list[int]:
+    return [at for at, one in enumerate(own) if one.requires_grad]
 
 
 def _same(tensor: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor:

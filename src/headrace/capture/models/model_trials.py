@@ -132,16 +132,19 @@ class ModelTrials:
         given = [*flatten_batch(call), *guards.tensors]
         for number, tensor in enumerate(own_tensors(result, given)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(self._see_gradient, kind, number))
+                see = functools.partial(self._see_gradient, kind, kind.uses, number)
+                tensor.register_hook(see)
         return result, why
 
-    def _see_gradient(self, kind: CallKind, number: int, gradient: torch.Tensor | None) -> None:
+    def _see_gradient(
+        self, kind: CallKind, call: int, number: int, gradient: torch.Tensor | None
+    ) -> None:
         if torch.is_grad_enabled():
             self._give_up(DOUBLE_BACKWARD)
         if gradient is None:  # another output of the same node has one
             return
-        kind.note_gradient(number, tuple(gradient.stride()))
-        kind.note_settings(self._settings.now())
+        backward = call, torch._C._current_graph_task_id()
+        kind.note_gradient(backward, self._settings.now(), number, tuple(gradient.stride()))
 
     def _run(self, why: str, state: ModelState, call: Any, run: Run) -> tuple[Any, TracedRun]:
         leaves = flatten_batch(call)

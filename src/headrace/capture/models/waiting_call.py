@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headrace.capture.guards.kernel_settings import KernelSettings
-from headrace.capture.models.captured_model import CapturedBackward, CapturedModel
+from headrace.capture.models.captured_model import CapturedModel
 from headrace.capture.models.checked_call import CheckedCall
 from headrace.capture.models.lanes import Ticket
 from headrace.capture.state.state import StepState
@@ -24,7 +24,6 @@ class WaitingCall:
         self,
         step: StepState,
         graph: CapturedModel,
-        backward: CapturedBackward,
         call: Any,
         leaves: list[Any],
         ticket: Ticket,
@@ -33,7 +32,6 @@ class WaitingCall:
     ) -> None:
         self._device = step.device
         self.graph = graph
-        self.backward = backward
         self._ticket = ticket
         # Dropped when the backward is done: the loop may keep its loss.
         self._call: Any = call
