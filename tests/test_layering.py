@@ -230,7 +230,7 @@ def test_one_place_runs_forward_and_backward() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parts.backward")
     }
-    assert calling == {"step.py"}
+    assert calling == {"eager.py"}
 
 
 def is_host_wait(call: ast.Call) -> bool:

@@ -12,7 +12,8 @@ import torch
 
 from headrace.capture import GraphReport
 from headrace.device import Device, available_devices, open_device
-from headrace.engine.build import ModelStepBuilder, UserStepBuilder
+from headrace.engine.build.model_builder import ModelStepBuilder
+from headrace.engine.build.user_builder import UserStepBuilder
 from headrace.engine.loop.open_loop import Steps
 from headrace.engine.loop.results import EpochResult
 from headrace.engine.loss.compiled import CompileReport
@@ -26,12 +27,12 @@ from headrace.engine.options import (
     OnProgress,
     OnValues,
 )
-from headrace.engine.step.step import StepFunction
+from headrace.engine.step.user_step import StepFunction
 from headrace.engine.training import PlannedTraining
 from headrace.engine.update.ema import Ema
 from headrace.engine.update.nonfinite import NonFinitePolicy
 from headrace.engine.update.schedules import LearningRateFunction, Scheduler, SchedulerInterval
-from headrace.engine.values.deferred import DeferredValues
+from headrace.engine.values.arrived import DeferredValues
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of
 from headrace.plan import Plan

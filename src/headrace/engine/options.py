@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from headrace.device import Device
-from headrace.engine.loop.loop import Observers
+from headrace.engine.loop.parts import Observers
 from headrace.engine.loop.results import EpochResult
 from headrace.engine.stages import Progress
 from headrace.engine.update.nonfinite import NonFinitePolicy, NonFiniteWatch

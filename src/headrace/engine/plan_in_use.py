@@ -6,7 +6,8 @@ import logging
 from dataclasses import replace
 
 from headrace.data import BatchCache
-from headrace.engine.build import PassOptions, StepBuilder
+from headrace.engine.build.passes import PassOptions
+from headrace.engine.build.step_builder import StepBuilder
 from headrace.engine.loss.compiled import CompileReport
 from headrace.engine.options import EngineOptions
 from headrace.plan import PLAN_VARIABLE, Plan, effective_plan

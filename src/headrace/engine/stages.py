@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from headrace.data import Cursor, Fetched
-from headrace.engine.values.deferred import DeferredValues, Scalar
+from headrace.engine.values.arrived import DeferredValues, Scalar
 
 
 class Standing(NamedTuple):

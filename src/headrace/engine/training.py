@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -11,25 +10,27 @@ from typing import Any
 
 import torch
 
-from headrace.data import UsedIterators, explain_no_batch, unwrap_prefetcher
-from headrace.engine.build import StepBuilder, open_pass
-from headrace.engine.loop.loop import Observers, Pass
+from headrace.data import unwrap_prefetcher
+from headrace.engine.build.passes import open_pass
+from headrace.engine.build.step_builder import StepBuilder
+from headrace.engine.loader_checks import LoaderChecks
+from headrace.engine.loop.loop import Pass
 from headrace.engine.loop.open_loop import OpenLoop, Steps
+from headrace.engine.loop.parts import Observers
 from headrace.engine.loop.results import EpochResult
 from headrace.engine.options import EngineOptions, Hooks, OnOutputs
 from headrace.engine.plan_in_use import PlanInUse
 from headrace.engine.stages import Progress
 from headrace.engine.state import stored_state
-from headrace.engine.state.resume import PositionTracker, Start, set_loader_epoch
+from headrace.engine.state.loader_position import set_loader_epoch
+from headrace.engine.state.own_share import for_rank
+from headrace.engine.state.resume import PositionTracker, Start
 from headrace.engine.step import memory_error
 from headrace.engine.update.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.errors import StepError
 from headrace.parallel import eval_mode
 from headrace.plan import Plan
 from headrace.schema import require_whole
-from headrace.source_lines import users_line
-
-log = logging.getLogger("headrace")
 
 
 class PlannedTraining:
@@ -47,15 +48,14 @@ class PlannedTraining:
         self.last_result: EpochResult | None = None
         self._non_finite = NonFiniteWatch(options.policy, options.device)
         self._tracker = PositionTracker(options.device)
-        self._iterators = UsedIterators()
-        self._warned: set[str] = set()
+        self._loaders = LoaderChecks()
 
     def epoch(self, loader: Iterable[Any], max_steps: int | None, first: int | None) -> EpochResult:
         run = self._begin_pass(loader, max_steps, first)
         with self._keeping_result(run, loader), closing(iter(run)) as steps:
             for _ in steps:
                 pass
-            self._require_batches(run, loader, max_steps)
+            self._loaders.require_batches(run, loader, max_steps)
         return self._finish(run)
 
     def steps(self, loader: Iterable[Any], max_steps: int | None, first: int | None) -> Steps:
@@ -79,7 +79,7 @@ class PlannedTraining:
                     # Also around a `break`: the update of the last group may follow it.
                     with run.stages.lanes.yielding_to_caller():
                         yield run.progress
-                self._require_batches(run, loader, max_steps)
+                self._loaders.require_batches(run, loader, max_steps)
         except GeneratorExit:
             self._finish(run)
             raise
@@ -104,9 +104,9 @@ class PlannedTraining:
             with closing(iter(run)) as steps:
                 for _ in steps:
                     pass
-            self._require_batches(run, loader, None)
+            self._loaders.require_batches(run, loader, None)
             if run.has_trained:
-                self._iterators.note(loader)
+                self._loaders.note(loader)
             return self._result_of(run)
 
     def use_plan(self, plan: Plan) -> None:
@@ -130,7 +130,7 @@ class PlannedTraining:
         state = stored_state.checked(state)
         stored_state.restore(state, builder.parts, builder.schedule, builder.graphs)
         with stored_state.mismatch_as_step_error():
-            own = self._tracker.checked(stored_state.for_rank(state, builder.ranks))
+            own = self._tracker.checked(for_rank(state, builder.ranks))
             self._non_finite.restore(int(own["skipped_updates"]))
             self.epochs = own["epoch"]
             return self._tracker.restore(own)
@@ -138,7 +138,7 @@ class PlannedTraining:
     def _begin_pass(self, loader: Iterable[Any], max_steps: int | None, first: int | None) -> Pass:
         self.loop.end()
         self.planned.change()
-        self._warn_eval_mode()
+        self._loaders.warn_of_eval_mode(self.builder)
         loader = unwrap_prefetcher(loader)
         set_loader_epoch(loader, self.epochs)
         try:
@@ -166,31 +166,6 @@ class PlannedTraining:
             parts=builder.parts,
         )
 
-    def _warn_eval_mode(self) -> None:
-        """Warn once if the model is in eval mode: the engine does not call `model.train()`."""
-        if "eval" not in self._warned and self.builder.is_in_eval_mode():
-            self._warned.add("eval")
-            log.warning(
-                "the model is in eval mode in the training loop at %s, so dropout is off and batch "
-                "norm uses its running means: call model.train() first, unless you want this",
-                users_line(),
-            )
-
-    def _require_batches(self, run: Pass, loader: Iterable[Any], max_steps: int | None) -> None:
-        """Raise if a pass had no batch because an earlier pass has used up the iterator. Warn once
-        if the loader is empty, unless the pass has continued an epoch at its end."""
-        if run.has_trained or max_steps == 0:
-            return
-        self._iterators.require_batches(loader)
-        if run.progress.batches == 0 and "no batch" not in self._warned:
-            self._warned.add("no batch")
-            why = explain_no_batch(loader)
-            log.warning(
-                "the loader passed at %s had no batch%s: there is no loss, and mean_loss is NaN",
-                users_line(),
-                f" ({why})" if why else "",
-            )
-
     @contextmanager
     def _keeping_result(self, run: Pass, loader: Iterable[Any]) -> Iterator[None]:
         """Inside the block `run` is the running pass. However it ends, keep its result."""
@@ -212,7 +187,7 @@ class PlannedTraining:
             ) from problem
         finally:
             if run.has_trained:  # also after a `break`: an iterator's other batches may be gone
-                self._iterators.note(loader)
+                self._loaders.note(loader)
             self._tracker.end(run, failed=failed)
             if run.ended:
                 self.last_result = self._result_of(run)

@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.engine.graphs.step_graphs import StepGraphs
 from headrace.engine.loss.compiled import CompiledLoss, CompileReport
 from headrace.engine.loss.forward import Forward
-from headrace.engine.step.step import EagerStep
+from headrace.engine.step.eager import EagerStep
 from headrace.engine.streams.lanes import Lanes
 from headrace.engine.update.schedules import Schedule
 from headrace.fake import Costs, FakeDevice

@@ -11,7 +11,8 @@ from headrace.device import Device
 from headrace.engine.loop.recorder import HoldingRecorder, Recorder
 from headrace.engine.stages import Launched
 from headrace.engine.streams.lanes import Lanes
-from headrace.engine.values.deferred import DeferredScalars, DeferredValues, values_of_state
+from headrace.engine.values.arrived import DeferredValues, values_of_state
+from headrace.engine.values.deferred import DeferredScalars
 from headrace.engine.values.weighted_sum import EMPTY_SUM
 from headrace.plan import Plan
 

@@ -17,7 +17,7 @@ from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
 from headrace.engine import Engine, Progress
 from headrace.engine.step.restoring import SavedBuffers
-from headrace.engine.values.deferred import _Block
+from headrace.engine.values.block import Block
 from headrace.errors import NonFiniteError
 from headrace.fake import FakeDevice
 from support.training.engines import bad_batches, data, loss, make_engine, make_model, same, weights
@@ -116,14 +116,14 @@ class TestAfterAnError:
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The values of ten batches are sent on their way, or come back, which fails once."""
-        plain = getattr(_Block, name)
+        plain = getattr(Block, name)
 
         def failing(*args: Any) -> Any:
-            monkeypatch.setattr(_Block, name, plain)
+            monkeypatch.setattr(Block, name, plain)
             raise BoomError
 
         with FakeDevice() as device:
-            monkeypatch.setattr(_Block, name, failing)
+            monkeypatch.setattr(Block, name, failing)
             seen, stored = rescued(device, data(25), BoomError)
         assert (seen, pending_in(stored)) == ([], list(range(stored["batch"])))
 

@@ -368,7 +368,9 @@ class TestOneProcess:
 
     def test_fp16_under_fsdp_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = jobs.new_engine("plain")
-        monkeypatch.setattr("headrace.engine.build.parallelism_of", lambda model: "fsdp")
+        monkeypatch.setattr(
+            "headrace.engine.build.model_builder.parallelism_of", lambda model: "fsdp"
+        )
         with pytest.raises(StepError, match="use bf16"):
             engine.use_plan(replace(engine.plan, precision="fp16"))
 

@@ -9,8 +9,8 @@ from typing import Any
 from headrace.capture import GraphReport, Turns
 from headrace.device import Device
 from headrace.engine.graphs.graphed_function import GraphedFunction
-from headrace.engine.loss.carry import CarriedState
-from headrace.engine.step.step import StepFunction
+from headrace.engine.loss.carried_state import CarriedState
+from headrace.engine.step.user_step import StepFunction
 from headrace.plan import Plan
 
 log = logging.getLogger("headrace")

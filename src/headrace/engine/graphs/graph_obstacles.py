@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.capture import fused_or, state_obstacle
-from headrace.engine.step.step import StepParts
+from headrace.engine.step.parts import StepParts
 
 
 def capture_obstacle(parts: StepParts) -> str | None:

@@ -48,15 +48,15 @@ from headrace.capture import (
     StateBeforeCapture,
     StepState,
     StepTracer,
-    Storage,
     map_tensors,
     parts_of,
     state_obstacle,
-    storages,
     unique,
 )
 from headrace.device import Device, open_device
-from headrace.engine.loss.carry import CarriedState, Carry
+from headrace.engine.graphs.found_gradients import FoundGradients, GradientFates
+from headrace.engine.loss.carried_state import CarriedState
+from headrace.engine.loss.carry import Carry
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
 from headrace.source_lines import describe_function
@@ -73,47 +73,6 @@ _GRADIENTS_MOVE = (
     "write to a gradient in place (p.grad.copy_(…)) instead of assigning a new tensor, or drop it "
     "in the step with zero_grad()"
 )
-
-
-class _FoundGradients:
-    """The gradients that a call finds, and what becomes of them, by the parameter's position."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._entry = {
-            at: (p, p.grad, p.grad._version)
-            for at, p in enumerate(parameters)
-            if p.grad is not None
-        }
-        self.tensors = [gradient for _, gradient, _ in self._entry.values()]
-        self._seen_by_optimizer: set[int] = set()
-
-    def seen_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call before an optimizer's step."""
-        seen = {id(p.grad) for group in optimizer.param_groups for p in group["params"]}
-        self._seen_by_optimizer |= {
-            at for at, (_, gradient, _) in self._entry.items() if id(gradient) in seen
-        }
-
-    def fates(self, touched: set[Storage]) -> _Fates:
-        """Call after the call. `touched` is all memory that its operations had as arguments."""
-        used = {
-            at
-            for at, (_, gradient, version) in self._entry.items()
-            if at in self._seen_by_optimizer
-            or gradient._version != version
-            or storages([gradient]) & touched
-        }
-        stays = {at for at, (p, gradient, _) in self._entry.items() if p.grad is gradient}
-        return _Fates(frozenset(used), frozenset(stays - used))
-
-
-@dataclass(frozen=True, slots=True)
-class _Fates:
-    """What a call does with the gradients that it finds: it has `used` some, and has left others as
-    they were (`kept`). The rest it has dropped unread, as `zero_grad()` does."""
-
-    used: frozenset[int]
-    kept: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +120,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             cautious=cautious,
         )
         # What calls, by their key, do with the gradients of the calls before.
-        self._fates: dict[Hashable, _Fates] = {}
+        self._fates: dict[Hashable, GradientFates] = {}
         # Addresses of the gradients that graphs leave: memory of the graphs' pool.
         self._own_gradients: set[int] = set()
         # By their key: calls in a row whose gradients were in new memory.
@@ -239,7 +198,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     @contextmanager
     def _observing(
-        self, state: StepState, tracer: StepTracer, entry: _FoundGradients
+        self, state: StepState, tracer: StepTracer, entry: FoundGradients
     ) -> Iterator[None]:
         """Note modules and optimizers that the step uses and the search has not found. Modules that
         live no longer than the call, as `nn.MSELoss()(x, y)`, are none of its state. Do not trace
@@ -380,7 +339,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         return self._carry.call(self._step, self._name, _batch_of(call), *args, **kwargs)
 
     def run_watched(self, call: Any, key: Hashable, tracer: StepTracer) -> tuple[Returned, bool]:
-        guards, entry = self._graphs.guards, _FoundGradients(self._parameters)
+        guards, entry = self._graphs.guards, FoundGradients(self._parameters)
         assert guards is not None
         observed = len(self._observed)
         with self._observing(guards.state, tracer, entry), tracer:

@@ -23,7 +23,8 @@ from headrace.data import Fetched
 from headrace.engine.graphs.step_graphs import StepGraphs
 from headrace.engine.loss.compiled import CompiledLoss
 from headrace.engine.stages import Finished, Launched, Standing
-from headrace.engine.step.step import EagerStep, StepParts
+from headrace.engine.step.eager import EagerStep
+from headrace.engine.step.parts import StepParts
 from headrace.plan import Plan
 
 log = logging.getLogger("headrace")

@@ -34,7 +34,8 @@ from headrace.engine.graphs.graph_state import release_graph_state, tensors_of
 from headrace.engine.loss.compiled import CompiledLoss, loss_mode
 from headrace.engine.loss.loss_output import LossOutput
 from headrace.engine.stages import Launched
-from headrace.engine.step.step import EagerStep, StepParts
+from headrace.engine.step.eager import EagerStep
+from headrace.engine.step.parts import StepParts
 from headrace.errors import CaptureError
 from headrace.plan import Plan
 
@@ -115,7 +116,7 @@ class StepGraphs:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Drop all graphs: the optimizer has another state by now."""
         self._graphs.drop()
-        self._parts.group.assume_reached()
+        self._parts.group.kept.assume_reached(is_open=self._parts.group.is_open)
         # An optimizer that was capturable stays so. In older states, without "prepared", all were.
         if state is not None and state.get("prepared", self._graphs.why is None):
             self._graphs.make_capturable()
@@ -235,7 +236,7 @@ class StepGraphs:
             group.end_step()
         else:
             group.end_backward()
-            group.note_reached(self._reached_by[key])
+            group.kept.note_reached(self._reached_by[key])
             if updated := group.is_full:
                 self.drop_unreached_gradients()
                 self._update()
@@ -256,8 +257,8 @@ class StepGraphs:
             return True
         if group.is_open:
             return False
-        if not group.keeps_gradients:
-            group.keep_gradients()
+        if not group.kept.are_kept:
+            group.kept.keep()
             return False
         return not any(
             p.grad is None and p.requires_grad and state.get(p) for p in group.parameters()
@@ -266,24 +267,24 @@ class StepGraphs:
     def record(self, tree: Any) -> LossOutput:
         group = self._parts.group
         assert self._eager is not None
-        group.forget_reached()
+        group.kept.forget_reached()
         try:
             return self._eager.record(tree)
         finally:
-            self._reached = frozenset(group.reached)
-            group.forget_reached()
+            self._reached = frozenset(group.kept.reached)
+            group.kept.forget_reached()
 
     def check(self, key: Hashable, before: StateBeforeCapture) -> None:
         group = self._parts.group
-        if group.keeps_gradients and (
-            before.gradients_changed() or self._reached != group.with_gradients()
+        if group.kept.are_kept and (
+            before.gradients_changed() or self._reached != group.kept.existing()
         ):
             raise CaptureError(_GRADIENTS_DIFFER)
         self._reached_by[key] = self._reached
 
     def keep(self, captured: CapturedWork[LossOutput], key: Hashable) -> None:
         group = self._parts.group
-        own = set() if group.keeps_gradients else {id(p) for p in group.parameters()}
+        own = set() if group.kept.are_kept else {id(p) for p in group.parameters()}
         guards = self._graphs.guards
         state = self._parts.state if guards is None else guards.state
         self._with_fixed_gradients = [
@@ -305,10 +306,10 @@ class StepGraphs:
         """Call before an update. A gradient that keeps its memory is zero, not None, if no batch of
         the group has reached its parameter. If so, drop it and stop capturing."""
         group = self._parts.group
-        if group.keeps_gradients and group.reached != group.with_gradients():
-            group.drop_gradients(keep=group.reached)
+        if group.kept.are_kept and group.kept.reached != group.kept.existing():
+            group.kept.drop(but=group.kept.reached)
             self._graphs.give_up(_GRADIENTS_DIFFER)
-        group.forget_reached()
+        group.kept.forget_reached()
 
     def _update(self) -> None:
         """Update with a full group's gradients, by a graph of its own."""

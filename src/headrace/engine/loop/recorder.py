@@ -10,12 +10,8 @@ import torch
 
 from headrace.engine.stages import Launched
 from headrace.engine.streams.lanes import Lanes
-from headrace.engine.values.deferred import (
-    DeferredScalars,
-    DeferredValues,
-    Scalar,
-    state_of_values,
-)
+from headrace.engine.values.arrived import DeferredValues, Scalar, state_of_values
+from headrace.engine.values.deferred import DeferredScalars
 from headrace.engine.values.weighted_sum import WeightedSum
 
 

@@ -8,7 +8,7 @@ from headrace.data import Fetched, describe_batch
 from headrace.device import Device
 from headrace.engine.loop.results import EpochResult, EpochStatistics
 from headrace.engine.stages import Launched, Progress
-from headrace.engine.values.deferred import DeferredValues
+from headrace.engine.values.arrived import DeferredValues
 from headrace.engine.values.weighted_sum import EMPTY_SUM
 from headrace.parallel import Ranks
 

@@ -16,37 +16,29 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from headrace.atomic_files import user_cache
 from headrace.capture import Known, Reader, describe_own_graphs, recurrent_obstacle
 from headrace.device import Device
+from headrace.engine.loss.compiler import (
+    CompilerCounts,
+    can_skip_tiling_analysis,
+    has_compiled_code,
+    is_compiler_error,
+    set_cache_folder,
+    strict_compiler,
+    tiling_analysis,
+)
 from headrace.engine.loss.forward import LossFunction
 from headrace.parallel import unwrap
 
 log = logging.getLogger("headrace")
-_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")
-_TILING = "coalesce_tiling_analysis"
-# Functions of `sdpa_kernel`, which many models use. PyTorch's autograd cache refuses code with
-# them, unless it is told that they depend on their arguments alone.
-_CACHEABLE = {
-    f"torch.nn.attention.{name}": torch.__version__
-    for name in ("_backend_from_string", "_sdpa_kernel")
-}
-# By default, inductor computes the gradients of a layer norm's input and of its weights in one
-# kernel. On an H200, a kernel for each is faster (2026-11-16-h200-mixed-reductions.json in
-# benchmarks/results). Users choose by the variable: a setting that was changed and set back, as
-# here, looks like one that they have set.
-_MIX_ORDER, _MIX_ORDER_VARIABLE = "mix_order_reduction", "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
 _SKIPPED = (
     "PyTorch's compiler skipped the whole step without an error: run with "
     "TORCH_LOGS=graph_breaks to see the line that it could not compile"
@@ -82,7 +74,7 @@ class CompiledLoss:
         self._compilations = self._from_cache = 0
         self._ran_compiled = False
         self._device = device
-        _set_cache_folder()
+        set_cache_folder()
         self._function = _function_of(loss)
         self._compiled = torch.compile(self._function)
         if obstacle is not None:
@@ -92,7 +84,7 @@ class CompiledLoss:
         if self.mode == "plain" or self.why_uncompiled is not None:
             return self.plain(model, *inputs)
         if self.mode == "compiled":
-            with _tiling_analysis(self._compilations == 0):
+            with tiling_analysis(self._compilations == 0):
                 return self._compiled(model, *inputs)
         return self._call_or_fall_back(model, *inputs)
 
@@ -106,18 +98,18 @@ class CompiledLoss:
     def _call_or_fall_back(self, model: Any, *inputs: Any) -> Any:
         random_state = self._device.random_state()
         for with_analysis in self._attempts():
-            before, start = _CompilerCounts.now(), time.perf_counter()
+            before, start = CompilerCounts.now(), time.perf_counter()
             try:
-                with _strict_compiler(), _tiling_analysis(with_analysis):
+                with strict_compiler(), tiling_analysis(with_analysis):
                     returned = self._compiled(model, *inputs)
             except Exception as error:
-                if not _is_compiler_error(error):
+                if not is_compiler_error(error):
                     raise
                 # Keep only its text: its traceback keeps alive what the step has computed so far.
                 problem = _first_line(error)
                 self._device.set_random_state(random_state)
             else:
-                self._count(_CompilerCounts.since(before), time.perf_counter() - start)
+                self._count(CompilerCounts.since(before), time.perf_counter() - start)
                 return returned
         self._give_up(problem)
         return self.plain(model, *inputs)
@@ -126,9 +118,9 @@ class CompiledLoss:
         """Whether each attempt to compile uses the tiling analysis."""
         if self._compilations:
             return (False,)
-        return (True, False) if _can_skip_tiling_analysis() else (True,)
+        return (True, False) if can_skip_tiling_analysis() else (True,)
 
-    def _count(self, new: _CompilerCounts, took_s: float) -> None:
+    def _count(self, new: CompilerCounts, took_s: float) -> None:
         if new.graphs:
             self._compilations += new.graphs
             self.seconds += took_s
@@ -138,7 +130,7 @@ class CompiledLoss:
                 what = "compiled nothing: took the step from the compiler's cache"
             log.info("%s in %.1f s (%.1f s in all)", what, took_s, self.seconds)
         if not self._ran_compiled:
-            if not new.graphs and not _has_compiled_code(self._function):
+            if not new.graphs and not has_compiled_code(self._function):
                 self._give_up(_SKIPPED)
             self._ran_compiled = True
 
@@ -147,26 +139,6 @@ class CompiledLoss:
         self._device.warn_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
-
-
-@contextmanager
-def compiler_loading() -> Iterator[None]:
-    """While the block runs, load PyTorch's compiler in a thread and let its worker processes start.
-    Otherwise the first compilation does so, and takes some seconds longer."""
-    _set_cache_folder()  # first: the worker processes get it from this process
-    thread = threading.Thread(target=_load_compiler, name="headrace-compiler", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def _load_compiler() -> None:
-    try:
-        import torch._inductor.compile_fx  # noqa: F401
-    except Exception as problem:  # the first compilation will report it
-        log.debug("the compiler cannot be loaded: %s", problem)
 
 
 def compile_obstacle(device: Device, loss: LossFunction, model: torch.nn.Module) -> str | None:
@@ -199,112 +171,16 @@ def loss_mode(loss: LossFunction, mode: Literal["plain", "compiled"]) -> Iterato
         loss.mode = "fallback"
 
 
-def _set_cache_folder() -> None:
-    """Have inductor cache compiled code where it survives a reboot, unless the user has chosen a
-    folder."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "compiled"))
-
-
-@contextmanager
-def _strict_compiler() -> Iterator[None]:
-    """Inside the block the compiler raises where it would silently give up, and compiles backward
-    together with forward. So every failure is known before any of the step has run. It also caches
-    code that chooses attention kernels, and gives reductions of different orders kernels of their
-    own, unless the user's variable says otherwise."""
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    with ExitStack() as settings:
-        if hasattr(dynamo, "fail_on_recompile_limit_hit"):
-            settings.enter_context(dynamo.patch(fail_on_recompile_limit_hit=True))
-        if hasattr(functorch, "force_non_lazy_backward_lowering"):
-            settings.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
-        known = getattr(inductor, "unsafe_marked_cacheable_functions", None)
-        if known is not None:
-            both = _CACHEABLE | known
-            settings.enter_context(inductor.patch(unsafe_marked_cacheable_functions=both))
-        if hasattr(inductor.triton, _MIX_ORDER) and _MIX_ORDER_VARIABLE not in os.environ:
-            settings.enter_context(inductor.patch({f"triton.{_MIX_ORDER}": False}))
-        yield
-
-
-def _can_skip_tiling_analysis() -> bool:
-    """Whether this PyTorch version has the setting and it is on."""
-    import torch._inductor.config as inductor
-
-    return bool(getattr(inductor.triton, _TILING, False))
-
-
-@contextmanager
-def _tiling_analysis(wanted: bool) -> Iterator[None]:
-    """Inside the block, turn the tiling analysis off unless it is wanted."""
-    if wanted or not _can_skip_tiling_analysis():
-        yield
-        return
-    import torch._inductor.config as inductor
-
-    with inductor.patch({f"triton.{_TILING}": False}):
-        yield
-
-
 def _function_of(loss: Any) -> LossFunction:
     """What is given to the compiler. For a callable object this is its `__call__` method: PyTorch
-    would wrap the object in a function that all such objects share, and `_has_compiled_code` could
+    would wrap the object in a function that all such objects share, and `has_compiled_code` could
     not tell them apart."""
     directly = isinstance(loss, torch.nn.Module | functools.partial) or inspect.isroutine(loss)
     function: LossFunction = loss if directly else loss.__call__
     return function
 
 
-def _has_compiled_code(function: Any) -> bool:
-    """Whether PyTorch has compiled code for a function, for example from an earlier engine. True if
-    that cannot be found out."""
-    from torch._dynamo import eval_frame
-
-    entries = getattr(eval_frame, "_debug_get_cache_entry_list", None)
-    if isinstance(function, torch.nn.Module):
-        function = function.forward
-    code = getattr(function, "__code__", None)
-    return entries is None or not isinstance(code, CodeType) or len(entries(code)) > 0
-
-
 def _first_line(problem: Exception) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     more = " " + lines[1] if len(lines) > 1 and lines[0].endswith(":") else ""
     return f"{type(problem).__name__}: {lines[0] + more if lines else 'no message'}"
-
-
-class _CompilerCounts(NamedTuple):
-    """What PyTorch's compiler has done in this process: graphs traced, and graphs, forward and
-    backward apart, that were or were not in its cache on disk."""
-
-    graphs: int
-    hits: int
-    misses: int
-
-    @classmethod
-    def now(cls) -> _CompilerCounts:
-        from torch._dynamo.utils import counters
-
-        cache = counters["inductor"]
-        misses = cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
-        return cls(counters["stats"]["unique_graphs"], cache["fxgraph_cache_hit"], misses)
-
-    @classmethod
-    def since(cls, before: _CompilerCounts) -> _CompilerCounts:
-        return cls(*(new - old for new, old in zip(cls.now(), before, strict=True)))
-
-    @property
-    def from_cache(self) -> bool:
-        """Whether all code was in the cache."""
-        return self.hits > 0 and self.misses == 0
-
-
-def _is_compiler_error(problem: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, was raised by the compiler and not by user code."""
-    while problem is not None:
-        if type(problem).__module__.startswith(_COMPILERS):
-            return True
-        problem = problem.__cause__
-    return False

@@ -17,7 +17,7 @@ import torch
 
 from headrace.data import batch_leaves
 from headrace.device import Device
-from headrace.engine.loss.carry import CarriedState
+from headrace.engine.loss.carried_state import CarriedState
 from headrace.engine.loss.loss_output import LossOutput
 from headrace.engine.loss.loss_watch import call_watched
 from headrace.errors import StepError

@@ -10,7 +10,7 @@ import torch
 
 from headrace.capture import map_tensors
 from headrace.device import Device
-from headrace.engine.values.deferred import Scalar
+from headrace.engine.values.arrived import Scalar
 from headrace.errors import StepError
 
 

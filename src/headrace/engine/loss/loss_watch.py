@@ -7,8 +7,6 @@ large, usually without any error. Only the first calls are watched, so later one
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +16,10 @@ import torch
 
 from headrace.device import Device
 from headrace.engine.loss import loss_function
+from headrace.engine.loss.gradients_before import GradientsBefore
 from headrace.errors import StepError
 from headrace.source_lines import Site, describe_function, users_line
 
-_GRADIENT = operator.attrgetter("grad")
 _OWN_HOOK = object()
 _ENGINE_CALLS = "the engine calls backward(), optimizer.step() and zero_grad() itself"
 _RETURN_ONLY = (
@@ -49,7 +47,7 @@ def call_watched(
 ) -> Any:
     """Return `loss(model, *inputs)`. Raise `StepError` if the call did the engine's work.
     `user_loss` is the loss function as the user wrote it, for messages."""
-    before = _GradientsBefore(optimizer)
+    before = GradientsBefore(optimizer)
     calls = _Calls()
     try:
         with (
@@ -71,32 +69,6 @@ def call_watched(
     return returned
 
 
-class _GradientsBefore:
-    """The gradients of an optimizer's parameters, as they were when this was made. An epoch begins
-    with it, and there may be thousands: no Python code runs for each."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = (group["params"] for group in optimizer.param_groups)
-        self._parameters: list[torch.Tensor] = list(itertools.chain.from_iterable(groups))
-        self._before = self._now()
-        self._versions = _versions(self._before)
-
-    def have_changed(self) -> bool:
-        now = self._now()
-        return not all(map(operator.is_, now, self._before)) or _versions(now) != self._versions
-
-    def restore(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
-            parameter.grad = gradient
-
-    def _now(self) -> list[torch.Tensor | None]:
-        return list(map(_GRADIENT, self._parameters))
-
-
-def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
-    return [gradient._version for gradient in gradients if gradient is not None]
-
-
 def _loss_in(returned: object) -> torch.Tensor | None:
     if isinstance(returned, tuple) and returned:  # the loss, and what it carries
         returned = returned[0]
@@ -109,7 +81,7 @@ def _loss_in(returned: object) -> torch.Tensor | None:
 
 def _refuse_backward(
     calls: _Calls,
-    before: _GradientsBefore,
+    before: GradientsBefore,
     loss: torch.Tensor | None,
     user_loss: object,
 ) -> None:

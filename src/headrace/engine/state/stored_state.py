@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
-import torch
-
-from headrace.checkpoint import PerRank, StoredTensor
+from headrace.checkpoint import PerRank
 from headrace.engine.graphs.ladder import Ladder
-from headrace.engine.step.step import StepParts
+from headrace.engine.state.own_share import own_value
+from headrace.engine.state.placement import for_this_optimizer, sharded_like
+from headrace.engine.state.position import Position
+from headrace.engine.step.parts import StepParts
 from headrace.engine.update.group import Phase
 from headrace.engine.update.schedules import Schedule
 from headrace.errors import StepError
 from headrace.parallel import (
-    Ranks,
-    is_sharded,
     local_shard,
-    shard_like,
-    shard_region,
     unwrap,
 )
 
@@ -96,34 +92,6 @@ def _restore_step(state: dict[str, Any], parts: StepParts) -> None:
         clipping.set_gradients_outside(state["outside"])
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """An engine's position in its epochs.
-
-    `batch` counts the epoch's batches *trained on*, `own_batch` those of them that this rank's
-    loader gave (None: all). `share_ended` says that this rank's loader has no more. `loader` is the
-    loader's own state after them. `deferred` are the values not yet handed out. `epoch_loss` is,
-    for those that were, the sum of loss × weight and the sum of weights.
-
-    Random states: `random` is now, `random_at_start` when the epoch began, and `generators` are the
-    loader's own generators then. `drawn_ahead` are those before each batch that was fetched and not
-    trained on, `drawn_last` is that before the last batch trained on.
-    """
-
-    epoch: int
-    random: dict[str, Any]
-    batch: int = 0
-    own_batch: int | None = None
-    share_ended: bool = False
-    loader: Any = None
-    deferred: list[dict[str, Any]] = field(default_factory=list)
-    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    random_at_start: dict[str, Any] | None = None
-    generators: list[dict[str, Any]] | None = None
-    drawn_ahead: list[dict[str, Any]] = field(default_factory=list)
-    drawn_last: dict[str, Any] | None = None
-
-
 def checked(state: object) -> dict[str, Any]:
     """A stored state of this format. Raises `StepError` for anything else."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -181,9 +149,9 @@ def _restore(
     model = unwrap(parts.model)
     own = model.state_dict()
     model.load_state_dict(
-        {name: _sharded_like(value, own.get(name)) for name, value in state["model"].items()}
+        {name: sharded_like(value, own.get(name)) for name, value in state["model"].items()}
     )
-    parts.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], parts.optimizer))
+    parts.optimizer.load_state_dict(for_this_optimizer(state["optimizer"], parts.optimizer))
     if schedule is not None:
         schedule.load_state_dict(state["scheduler"])
     if scaler is not None:
@@ -192,10 +160,10 @@ def _restore(
             scaler._lazy_init_scale_growth_tracker(parts.device.torch_device)
     if ema is not None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
-            average.copy_(local_shard(_sharded_like(stored, weight)))
+            average.copy_(local_shard(sharded_like(stored, weight)))
     _restore_step(state["step"], parts)
     if parts.carry is not None:
-        parts.carry.load(_own_value(state["carry"], parts.ranks, None))
+        parts.carry.load(own_value(state["carry"], parts.ranks, None))
         if parts.carry.leaves() is None and state["batch"] > 0:
             parts.device.warn_once(
                 "carry",
@@ -216,93 +184,3 @@ def _restore(
 
 def _accumulated_by(divided_by: int | None) -> str:
     return "weight" if divided_by is None else f"count ({divided_by} batches)"
-
-
-def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A stored optimizer state for this optimizer: sharded like its parameters, and with its own
-    `capturable`, which depends on the plan and device and not on what was learned."""
-    groups = [dict(group) for group in state["param_groups"]]
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        if "capturable" in own:
-            group["capturable"] = own["capturable"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_parameter = {
-        number: _for_parameter(values, parameters[number])
-        if isinstance(number, int) and number < len(parameters)
-        else values
-        for number, values in state["state"].items()
-    }
-    return {**state, "state": by_parameter, "param_groups": groups}
-
-
-def _for_parameter(values: Any, parameter: torch.Tensor) -> Any:
-    """An optimizer's stored state of one parameter, sharded if the parameter is."""
-    if not isinstance(values, dict):
-        return values
-    placed = {
-        name: _sharded_like(value, parameter if _shape(value) == tuple(parameter.shape) else None)
-        for name, value in values.items()
-    }
-    # Copies: PyTorch's optimizers write into the tensors that they are given.
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) and value is values[name] else value
-        for name, value in placed.items()
-    }
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
-
-
-def _sharded_like(stored: Any, target: torch.Tensor | None) -> Any:
-    """A stored tensor, sharded like `target`: the whole tensor, or this rank's part of it."""
-    if target is None or not is_sharded(target) or _shape(stored) != tuple(target.shape):
-        return stored.whole() if isinstance(stored, StoredTensor) else stored
-    if is_sharded(stored):
-        return stored
-    offset, shape = shard_region(target)
-    if isinstance(stored, StoredTensor):
-        part = stored.part(offset, shape)
-    else:
-        ends = (begin + size for begin, size in zip(offset, shape, strict=True))
-        part = stored[tuple(map(slice, offset, ends))]
-    return shard_like(target, part.to(target.device))
-
-
-def for_rank(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """A state in which each `PerRank` value is replaced by this rank's own. If the number of ranks
-    has changed, loaders have other shares of the data, and what is stored about them is dropped."""
-    own = {name: _own_random(state[name], ranks) for name in ("random", "random_at_start")}
-    unknown: dict[str, Any] = {"own_batch": None, "share_ended": False, "loader": None}
-    unknown |= {"generators": None, "drawn_ahead": [], "drawn_last": None}
-    for name, value in unknown.items():
-        own[name] = _own_value(state[name], ranks, value)
-    return {**state, **own}
-
-
-def _own_value(stored: Any, ranks: Ranks, unknown: Any) -> Any:
-    if not isinstance(stored, PerRank):
-        return stored if ranks.size == 1 else unknown
-    if not stored.all:  # this state was never written to a checkpoint
-        return stored.own
-    return stored.all[ranks.rank] if len(stored.all) == ranks.size else unknown
-
-
-def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
-    """The random state for this rank: its stored one or, if the number of ranks has changed, a seed
-    derived from the stored state and the rank."""
-    if isinstance(stored, PerRank):
-        states = list(stored.all)
-        if not states:  # this state was never written to a checkpoint
-            return stored.own  # type: ignore[no-any-return]
-    else:
-        states = [stored]
-    if len(states) == ranks.size or states[0] is None:
-        own: dict[str, Any] | None = states[min(ranks.rank, len(states) - 1)]
-        return own
-    if "seed" in states[0]:
-        host = str(states[0]["seed"]).encode()
-    else:
-        host = states[0]["host"].numpy().tobytes()
-    text = host + f"rank {ranks.rank} of {ranks.size}".encode()
-    return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4], "little")}

@@ -18,8 +18,8 @@ import torch
 from headrace.data import Fetched, flatten_batch, is_plain_tensor, rebuild_batch
 from headrace.engine.loss.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched, Standing
-from headrace.engine.step.step import EagerStep
-from headrace.engine.values.deferred import Scalar
+from headrace.engine.step.eager import EagerStep
+from headrace.engine.values.arrived import Scalar
 from headrace.errors import StepError
 from headrace.plan import Plan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from headrace.device import Device
-from headrace.engine.step.step import StepParts
+from headrace.engine.step.parts import StepParts
 from headrace.errors import OutOfMemoryError
 from headrace.plan import Plan
 

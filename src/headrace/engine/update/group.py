@@ -7,8 +7,7 @@ size, as in most hand-written loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -18,7 +17,8 @@ from headrace.device import Device
 from headrace.engine.loss.loss_output import LossOutput
 from headrace.engine.stages import Standing
 from headrace.engine.update.group_weight import GroupWeight
-from headrace.engine.values.deferred import Scalar
+from headrace.engine.update.kept_gradients import KeptGradients
+from headrace.engine.values.arrived import Scalar
 from headrace.errors import StepError
 from headrace.parallel import Ranks, local_shards
 
@@ -59,10 +59,8 @@ class Group:
         #: Whether a batch of this group was split to fit on the device, and how many batches were
         #: split in all groups.
         self.has_split_batch, self.split_batches = False, 0
-        #: Whether gradients keep their memory from group to group, as graphs require. If so,
-        #: `reached` has the parameters (by `id`) that got a gradient in this group.
-        self.keeps_gradients = False
-        self.reached: set[int] = set()
+        #: Which gradients keep their memory from group to group, as graphs require.
+        self.kept = KeptGradients(self.parameters)
 
     # --- how far the group is ---------------------------------------------------------------------
 
@@ -160,7 +158,7 @@ class Group:
 
     def clear(self) -> None:
         """Clear all gradients."""
-        self._optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        self._optimizer.zero_grad(set_to_none=not self.kept.are_kept)
         self.weight.clear(forget=not self.by_weight)
         self.has_split_batch = False
 
@@ -188,58 +186,6 @@ class Group:
             )
         self._ranks.average_gradients(self.gradients(), self._device.ledger)
         self.weight.start_total()
-
-    # --- gradients that keep their memory, as graphs require --------------------------------------
-
-    def keep_gradients(self) -> None:
-        """Keep the gradients' memory from now on. The present group's batches allocate it."""
-        self.keeps_gradients = True
-        self.reached.clear()
-
-    def release_gradients(self) -> None:
-        """No longer keep the gradients' memory. Those of an open group stay for its update."""
-        if self.keeps_gradients:
-            self.keeps_gradients = False
-            if not self.is_open:
-                self.drop_gradients(keep=set())
-
-    def drop_gradients(self, *, keep: set[int]) -> None:
-        """Set gradients to None, but for the parameters (by `id`) in `keep`. A kept gradient that
-        no batch of the group has written is zero, and momentum would still move its parameter."""
-        for parameter in self.parameters():
-            if id(parameter) not in keep:
-                parameter.grad = None
-
-    @contextmanager
-    def noting_reached(self) -> Iterator[None]:
-        """Inside the block, `reached` collects the parameters to which backward gives a gradient,
-        if gradients keep their memory."""
-        parameters = self.parameters() if self.keeps_gradients else []
-        handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self.reached.add(id(p)))
-            for p in parameters
-            if p.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def note_reached(self, parameters: Iterable[int]) -> None:
-        """A replay has given these parameters (by `id`) a gradient."""
-        self.reached.update(parameters)
-
-    def forget_reached(self) -> None:
-        self.reached.clear()
-
-    def assume_reached(self) -> None:
-        """After a restore: an open group has reached what has a gradient."""
-        self.reached = self.with_gradients() if self.is_open else set()
-
-    def with_gradients(self) -> set[int]:
-        """The parameters (by `id`) that have a gradient."""
-        return {id(p) for p in self.parameters() if p.grad is not None}
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -273,8 +219,8 @@ class Group:
 
     def _accumulated(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter's gradient so far. None if no batch of the group reached it, also where
-        `keeps_gradients` keeps zeros in its place."""
-        only_zeros = self.keeps_gradients and id(parameter) not in self.reached
+        zeros are kept in its place."""
+        only_zeros = self.kept.are_kept and id(parameter) not in self.kept.reached
         return None if only_zeros else parameter.grad
 
 

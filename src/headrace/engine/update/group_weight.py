@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.device import Device
-from headrace.engine.values.deferred import Scalar
+from headrace.engine.values.arrived import Scalar
 from headrace.parallel import AllReduce, Ranks
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from headrace.device import Device
-from headrace.engine.values.deferred import DeferredValues
+from headrace.engine.values.arrived import DeferredValues
 from headrace.errors import NonFiniteError, StepError
 from headrace.parallel import SINGLE, Ranks
 

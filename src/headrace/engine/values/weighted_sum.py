@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.engine.values.deferred import DeferredValues
+from headrace.engine.values.arrived import DeferredValues
 
 
 @dataclass(frozen=True, slots=True)
