@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from headrace.device import Device
-from headrace.engine import build
+from headrace.engine.build import checks
 from headrace.parallel import close_before_group, ranks
 
 
@@ -49,11 +49,11 @@ def test_expandable_segments_are_warned_of(
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:False")
     with caplog.at_level(logging.WARNING, "headrace"):
-        build._warn_of_expandable_segments(fake_device)
+        checks.warn_of_expandable_segments(fake_device)
         assert not caplog.records
         monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
         for _ in range(2):
-            build._warn_of_expandable_segments(fake_device)
+            checks.warn_of_expandable_segments(fake_device)
     (said,) = caplog.records
     assert said.getMessage().startswith(
         f"{name} has expandable_segments:True, and the plan captures"

@@ -48,21 +48,18 @@ TESTED_IN = {
     ),
     "diagnosis/test_session.py": ("diagnosis/block.py", "replacing.py"),
     "engine/test_engine.py": (
-        *("engine/build/checks.py", "engine/build/checks.py", "engine/build/model_builder.py"),
-        *("engine/build/model_builder.py", "engine/build/passes.py", "engine/build/passes.py"),
-        *("engine/build/step_builder.py", "engine/build/step_builder.py"),
-        *("engine/build/user_builder.py", "engine/build/user_builder.py"),
-        *("engine/loader_checks.py", "engine/loader_checks.py", "engine/loop/open_loop.py"),
-        *("engine/loop/results.py", "engine/loop/tally.py", "engine/loss/gradients_before.py"),
-        *("engine/loss/gradients_before.py", "engine/loss/loss_function.py"),
-        *("engine/loss/loss_output.py", "engine/loss/loss_watch.py", "engine/options.py"),
-        *("engine/plan_in_use.py", "engine/streams/host_sync.py", "engine/training.py"),
+        *("engine/build/model_builder.py", "engine/build/passes.py"),
+        *("engine/build/step_builder.py", "engine/build/user_builder.py"),
+        *("engine/loader_checks.py", "engine/loop/open_loop.py", "engine/loop/results.py"),
+        *("engine/loop/tally.py", "engine/loss/gradients_before.py"),
+        *("engine/loss/loss_function.py", "engine/loss/loss_output.py"),
+        *("engine/loss/loss_watch.py", "engine/options.py", "engine/plan_in_use.py"),
+        *("engine/streams/host_sync.py", "engine/training.py"),
         *("engine/update/accelerate_wrappers.py", "engine/update/clipping.py"),
         *("engine/update/ema.py", "engine/update/nonfinite.py", "engine/update/update.py"),
     ),
     "engine/update/test_group.py": (
         *("engine/update/group_weight.py", "engine/update/kept_gradients.py"),
-        "engine/update/kept_gradients.py",
     ),
     "engine/graphs/test_step_graphs.py": ("engine/graphs/graph_state.py",),
     "fake/test_fake_cuda.py": (
@@ -99,32 +96,18 @@ TESTED_IN = {
         *("run/parts.py", "run/result.py", "run/session.py"),
     ),
     "scenarios/faults/test_faults.py": ("engine/step/halving.py", "engine/step/memory_error.py"),
-    "scenarios/ranks/test_ranks.py": (
-        *("checkpoint/sharded.py", "engine/values/summed.py", "engine/values/summed.py"),
-    ),
+    "scenarios/ranks/test_ranks.py": ("checkpoint/sharded.py", "engine/values/summed.py"),
     "translation/corpus/test_pair_formats.py": ("translation/corpus/text_files.py",),
     "translation/test_export.py": ("cli/export.py",),
-    "engine/graphs/test_graphed_function.py": (
-        *("engine/graphs/found_gradients.py", "engine/graphs/found_gradients.py"),
-    ),
-    "engine/update/test_schedules.py": (
-        *("engine/update/scheduler_kinds.py", "engine/update/scheduler_kinds.py"),
-    ),
-    "engine/loss/test_carry.py": ("engine/loss/carried_state.py", "engine/loss/carried_state.py"),
-    "engine/loss/test_compiled.py": ("engine/loss/compiler.py", "engine/loss/compiler.py"),
+    "engine/graphs/test_graphed_function.py": ("engine/graphs/found_gradients.py",),
+    "engine/update/test_schedules.py": ("engine/update/scheduler_kinds.py",),
+    "engine/loss/test_carry.py": ("engine/loss/carried_state.py",),
     "engine/step/test_eager.py": (
-        *("engine/step/evaluation.py", "engine/step/evaluation.py", "engine/step/parts.py"),
-        *("engine/step/parts.py", "engine/step/user_step.py", "engine/step/user_step.py"),
+        *("engine/step/evaluation.py", "engine/step/parts.py", "engine/step/user_step.py"),
     ),
-    "engine/loop/test_loop.py": ("engine/loop/parts.py", "engine/loop/parts.py"),
-    "engine/state/test_resume.py": (
-        *("engine/state/loader_position.py", "engine/state/loader_position.py"),
-        *("engine/state/position.py", "engine/state/position.py"),
-    ),
-    "engine/state/test_stored_state.py": (
-        *("engine/state/own_share.py", "engine/state/own_share.py", "engine/state/placement.py"),
-        "engine/state/placement.py",
-    ),
+    "engine/loop/test_loop.py": ("engine/loop/parts.py",),
+    "engine/state/test_resume.py": ("engine/state/loader_position.py", "engine/state/position.py"),
+    "engine/state/test_stored_state.py": ("engine/state/own_share.py", "engine/state/placement.py"),
 }
 
 #: Fields that a module sets of objects of Python, PyTorch and other libraries, or of its own

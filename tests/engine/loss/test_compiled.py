@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 import headrace as hr
 from headrace.device import open_device
 from headrace.device.cpu import CpuDevice
-from headrace.engine import CompileReport, compiled
+from headrace.engine import CompileReport
+from headrace.engine.loss import compiler
 from headrace.engine.loss.compiled import CompiledLoss
 from headrace.fake import FakeDevice
 
@@ -142,7 +143,7 @@ class TestSettings:
     def test_a_pytorch_without_the_setting_compiles_as_usual(
         self, use: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(compiled, "_TILING", "of_another_version")
+        monkeypatch.setattr(compiler, "_TILING", "of_another_version")
         use(backend := Inductor())
         result = engine_on(Compiling()).epoch(rows(3, 5))
         assert backend.asked == [(False, True), (True, True)]
