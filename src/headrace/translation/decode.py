@@ -66,7 +66,6 @@ def beam_search(
     or when no running one can become better than the best that ended. A beam of 1 gives the same as
     `greedy`, where `max_length` is explained.
     """
-    _check_search(beam, length_penalty)
     with torch.no_grad(), eval_mode(model):
         limits, steps = _limits(model, src, max_length)
         hypotheses = _Beams(model, src, limits, steps, beam, length_penalty)
@@ -90,8 +89,6 @@ def translate_ids(
     tokens times beams, padding included. After each batch, `progress` is called with the number of
     translated sentences and of all. A sentence without ids gets an empty translation.
     """
-    _check_search(beam, length_penalty)
-    _check_whole("batch_tokens", batch_tokens)
     _check_sources(model, sources)
     found: list[list[int]] = [[] for _ in sources]
     order = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: -len(sources[i]))
@@ -258,7 +255,6 @@ def _limits(model: Translator, src: Tensor, max_length: int | None) -> tuple[Ten
     if max_length is None:
         limits = (src.ne(PAD).sum(dim=1) * 3 // 2 + 10).clamp(max=longest)
         return limits, min(src.size(1) * 3 // 2 + 10, longest) + 1
-    _check_whole("max_length", max_length)
     limit = min(max_length, longest)
     return src.new_full((src.size(0),), limit), limit + 1
 
@@ -330,20 +326,6 @@ def _to_device(sentences: list[Sequence[int]], device: Device) -> Tensor:
     copied.record()
     buffer.release(after=copied)
     return src
-
-
-def _check_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TranslationError(f"{name} = {value!r}: expected a whole number, at least 1")
-
-
-def _check_search(beam: int, length_penalty: float) -> None:
-    _check_whole("beam", beam)
-    is_number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
-    if not is_number or not 0 <= length_penalty < math.inf:
-        raise TranslationError(
-            f"length_penalty = {length_penalty!r}: expected a number, at least 0"
-        )
 
 
 def _check_sources(model: Translator, sources: Sequence[Sequence[int]]) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from headrace.errors import TranslationError
 from headrace.translation.corpus.packed import PackedBatch
 from headrace.translation.corpus.vocabulary import PAD
 
@@ -40,11 +39,6 @@ class TranslationLoss:
     """
 
     smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        value = self.smoothing
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise TranslationError(f"smoothing = {value!r}: expected a number from 0 to below 1")
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Tensor]:
         if isinstance(batch, PackedBatch):

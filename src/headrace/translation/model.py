@@ -43,11 +43,6 @@ class ModelSettings:
     attention_dropout: float | None = None  # of attention weights; None: as dropout
 
     def __post_init__(self) -> None:
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
-                raise TranslationError(
-                    f"{name} = {getattr(self, name)}: expected a number from 0, below 1"
-                )
         if self.width % 2 or self.width % self.heads:
             raise TranslationError(
                 f"width = {self.width}: expected an even number, a multiple of heads = {self.heads}"
@@ -112,7 +107,6 @@ class Translator(nn.Module):
         joint: bool = False,
     ) -> None:
         super().__init__()
-        _check_vocabularies(src_vocabulary, trg_vocabulary, joint)
         self.settings, self.joint = settings, joint
         self.src_vocabulary, self.trg_vocabulary = src_vocabulary, trg_vocabulary
         width = settings.width
@@ -418,18 +412,6 @@ def sinusoids(length: int, width: int) -> Tensor:
     at = torch.arange(length, dtype=torch.float32).unsqueeze(1)
     rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
     return torch.stack((torch.sin(at * rate), torch.cos(at * rate)), dim=2).flatten(1)
-
-
-def _check_vocabularies(src: object, trg: object, joint: bool) -> None:
-    for name, size in (("src_vocabulary", src), ("trg_vocabulary", trg)):
-        if isinstance(size, bool) or not isinstance(size, int) or size <= EOS:
-            raise TranslationError(
-                f"{name} = {size!r}: expected a whole number above {EOS}, the last special id"
-            )
-    if joint and src != trg:
-        raise TranslationError(
-            f"a joint vocabulary has {src} source ids and {trg} target ids: expected equal numbers"
-        )
 
 
 #: `base` and `big` are the sizes of the original Transformer; `tiny` and `small` are for small

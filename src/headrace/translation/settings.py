@@ -97,11 +97,11 @@ class TrainSettings(Checked):
     inner: int | None = whole(
         None, 1, 1 << 20, "Width of the feed-forward layers.", unset=_BY_PRESET
     )
-    dropout: float | None = number(None, 0, 1, "Dropout probability.", unset=_BY_PRESET)
+    dropout: float | None = number(None, 0, 0.999, "Dropout probability.", unset=_BY_PRESET)
     attention_dropout: float | None = number(
         None,
         0,
-        1,
+        0.999,
         "Dropout probability of attention weights.",
         unset="as --dropout; 0 if batches are packed",
     )
@@ -245,9 +245,8 @@ class TrainSettings(Checked):
 
         Raises if the preset is "auto": the trainer chooses one when it has read the corpus.
         """
-        from headrace.translation.model import (
-            ModelSettings,
-        )  # late, because --help must not import PyTorch
+        # Late, because --help must not import PyTorch.
+        from headrace.translation.model import ModelSettings
 
         if self.preset == "auto":
             raise TranslationError(

@@ -40,7 +40,7 @@ from headrace.lifecycle import MetricsLog, RunFolder, read_metrics
 from headrace.plan import load_plan
 from headrace.translation import Trainer, TrainSettings, read_corpus, read_scored_pairs
 from headrace.translation.build import check_policies
-from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepare import prepared_for
 from headrace.translation.corpus.prepared import load_prepared
 from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.result import stored_result
@@ -215,9 +215,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     lines = [f"one {n} and {n % 7}\teins {n} und {n % 7}" for n in range(60)]
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return prepare(
-        folder / "pairs.tsv", src="en", trg="de", vocabulary_size=300, cache=folder
-    ).folder
+    settings = TrainSettings((str(folder / "pairs.tsv"),), src="en", trg="de", vocabulary=300)
+    return prepared_for(settings, folder).folder
 
 
 @fuzzed

@@ -22,16 +22,20 @@ from headrace.translation import EOS, Prepared, read_corpus
 from headrace.translation.corpus import prepare as prepare_module
 from headrace.translation.corpus.corpus import SplitCounts, clean
 from headrace.translation.corpus.encoded import IdPairs, write_ids
-from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepare import prepared_for
 from headrace.translation.corpus.prepared import load_prepared
 from headrace.translation.corpus.toy.generator import builtin_corpus
 from headrace.translation.corpus.vocabulary import BOS, Vocabulary
+from headrace.translation.settings import TrainSettings
 
 PAIRS = builtin_corpus(size=600).splits["train"]
 TINY = [
     "你好。", "三本书", "再见", "我们走吧", "Guten Morgen", "Straße",
     "a", "b c", "Ça va ?", "🎉",
 ]  # fmt: skip
+
+
+ARGUMENTS = ("vocabularies", "progress", "cached_only")
 
 
 def put(folder: Path, pairs: list[tuple[str, str]] = PAIRS, *, name: str = "train.tsv") -> Path:
@@ -42,7 +46,10 @@ def put(folder: Path, pairs: list[tuple[str, str]] = PAIRS, *, name: str = "trai
 
 
 def made(path: Path | None, cache: Path, **options: Any) -> Prepared:
-    return prepare(path, cache=cache, **{"vocabulary_size": 800, **options})
+    """With these settings, and these arguments of `prepared_for`."""
+    named = {name: options.pop(name) for name in ARGUMENTS if name in options}
+    data = () if path is None else (str(path),)
+    return prepared_for(TrainSettings(data, **{"vocabulary": 800, **options}), cache, **named)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -136,8 +143,6 @@ def test_training_is_deterministic_and_models_are_files(
 
 
 def test_vocabularies_that_cannot_be_trained_or_read(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="vocabulary_size = 20: expected at least 300"):
-        Vocabulary.train(TINY, 20)
     with pytest.raises(CorpusError, match="no text to train a vocabulary on"):
         Vocabulary.train(["", " "], 1000)
     path = tmp_path / "v.model"
@@ -267,7 +272,7 @@ def test_the_built_in_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     small = builtin_corpus(size=500)
     monkeypatch.setattr(prepare_module, "builtin_corpus", lambda **_: small)
     told: list[str] = []
-    prepared = prepare(None, cache=tmp_path, progress=lambda stage, *_: told.append(stage))
+    prepared = made(None, tmp_path, progress=lambda stage, *_: told.append(stage))
     assert prepared.texts("test") == small.splits["test"]
     assert max(map(len, prepared.vocabularies)) <= 1000
     assert list(dict.fromkeys(told)) == [
@@ -281,15 +286,12 @@ def test_the_built_in_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary_size": 20}, "vocabulary_size = 20: expected at least 300"),
-        ({"max_length": 1}, "max_length = 1: expected at least 4"),
-        ({"workers": 0}, "workers = 0: expected at least 1"),
         ({"src": "de"}, "the built-in corpus is Chinese and English"),
     ],
 )
 def test_settings_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CorpusError, match=message):
-        prepare(None, cache=tmp_path, **options)
+        made(None, tmp_path, **options)
     assert folders(tmp_path) == []
 
 
@@ -297,7 +299,7 @@ def test_settings_that_are_refused(tmp_path: Path, options: dict[str, Any], mess
 
 
 def test_the_same_content_has_the_same_key_and_bytes(built: Prepared, tmp_path: Path) -> None:
-    again = made(put(tmp_path / "elsewhere", name="other.tsv"), tmp_path / "cache", workers=3)
+    again = made(put(tmp_path / "elsewhere", name="other.tsv"), tmp_path / "cache")
     assert again.folder.name == built.folder.name
     assert contents(again.folder) == contents(built.folder)
     assert dataclasses.replace(again, folder=built.folder, splits=built.splits) == built
@@ -308,7 +310,7 @@ def test_other_content_or_settings_have_another_key(built: Prepared, tmp_path: P
     names = {
         built.folder.name,
         made(path, cache, max_length=50).folder.name,
-        made(path, cache, vocabulary_size=700).folder.name,
+        made(path, cache, vocabulary=700).folder.name,
         made(path, cache, skip_bad=True).folder.name,
         made(put(tmp_path, PAIRS[1:]), cache).folder.name,
     }
@@ -334,13 +336,14 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 DYING = """
 import os, sys
 from pathlib import Path
-from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepare import prepared_for
+from headrace.translation.settings import TrainSettings
 
 def die(stage, done, total):
     if stage == sys.argv[3]:
         os._exit(9)
 
-prepare(Path(sys.argv[1]), cache=Path(sys.argv[2]), vocabulary_size=800, progress=die)
+prepared_for(TrainSettings((sys.argv[1],), vocabulary=800), Path(sys.argv[2]), progress=die)
 """
 
 

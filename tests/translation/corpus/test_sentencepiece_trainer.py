@@ -14,9 +14,10 @@ import pytest
 
 from headrace.errors import CorpusError
 from headrace.translation.corpus import sentencepiece_trainer
-from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepare import prepared_for
 from headrace.translation.corpus.toy.generator import builtin_corpus
 from headrace.translation.corpus.vocabulary import Vocabulary
+from headrace.translation.settings import TrainSettings
 
 TEXT = [text for pair in builtin_corpus(size=300).splits["train"] for text in pair]
 
@@ -88,6 +89,7 @@ def test_lines_that_repeat_themselves_take_seconds(tmp_path: Path) -> None:
     path.write_text("".join(lines))
     for longest in (60, 60_000):
         begun = time.monotonic()
-        prepared = prepare(path, src="en", trg="de", cache=tmp_path / "c", max_length=longest)
+        settings = TrainSettings((str(path),), src="en", trg="de", max_length=longest)
+        prepared = prepared_for(settings, tmp_path / "c")
         assert time.monotonic() - begun < 10
         assert sum(counts.pairs + counts.too_long for counts in prepared.counts.values()) == 201

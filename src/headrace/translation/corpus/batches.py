@@ -88,9 +88,6 @@ class BatchPlan:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        for name, value in (("sentences", sentences), ("tokens", tokens), ("shapes", shapes)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise PlanError(f"{name} = {value!r}: expected a whole number, at least 1")
         self._lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
         longest = int(self._lengths[:, 1].max(initial=0))
         if tokens is not None and tokens < longest:

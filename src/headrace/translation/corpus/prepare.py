@@ -38,7 +38,7 @@ from headrace.translation.corpus.toy.generator import (
     builtin_corpus,
     builtin_sides,
 )
-from headrace.translation.corpus.vocabulary import MAX_PIECE_LENGTH, MIN_SIZE, Vocabulary
+from headrace.translation.corpus.vocabulary import MAX_PIECE_LENGTH, Vocabulary
 from headrace.translation.settings import TrainSettings
 
 log = logging.getLogger("headrace")
@@ -52,7 +52,7 @@ def check_data(settings: TrainSettings) -> None:
     each is read."""
     sides = Sides(settings.src, settings.trg)
     if settings.data:
-        for groups in find_pair_files(_paths(settings), sides).values():
+        for groups in find_pair_files(list(map(Path, settings.data)), sides).values():
             for group in groups:
                 recognize(group, sides)
     else:
@@ -70,80 +70,33 @@ def prepared_for(
     """The encoded corpus of a run, from the cache if it was prepared before. With `cached_only`
     it is an error if it was not.
 
-    `vocabularies` are those of a run that starts from weights: other ones would not fit them.
+    Pairs with more than `max_length` tokens on one side are not encoded; in valid and test their
+    text is still kept for scoring. `vocabularies` are those of a run that starts from weights:
+    others would not fit them. Without them, they are trained on the corpus.
     """
-    return prepare(
-        _paths(settings) if settings.data else None,
+    sides = Sides(settings.src, settings.trg)
+    files = find_pair_files(list(map(Path, settings.data)), sides) if settings.data else None
+    size = settings.vocabulary if files else min(settings.vocabulary, BUILTIN_VOCABULARY)
+    given = PreparedSettings(
         src=settings.src,
         trg=settings.trg,
-        vocabulary_size=settings.vocabulary,
+        vocabulary_size=size,
         joint=settings.joint,
         max_length=settings.max_length,
         skip_bad=settings.skip_bad,
-        vocabularies=vocabularies,
-        cache=cache if cache is not None else user_cache() / "text",
-        progress=progress,
-        cached_only=cached_only,
-    )
-
-
-def _paths(settings: TrainSettings) -> Path | list[Path]:
-    paths = [Path(path) for path in settings.data]
-    return paths[0] if len(paths) == 1 else paths
-
-
-def prepare(
-    data: Path | Sequence[Path] | None,
-    *,
-    src: str = "zh",
-    trg: str = "en",
-    vocabulary_size: int = 8000,
-    joint: bool = False,
-    max_length: int = 60,
-    skip_bad: bool = False,
-    vocabularies: tuple[Vocabulary, Vocabulary] | None = None,
-    cache: Path,
-    workers: int | None = None,
-    progress: OnProgress | None = None,
-    cached_only: bool = False,
-) -> Prepared:
-    """Encode `data` (None: the built-in corpus), or take it from the cache if it is there.
-
-    Pairs with more than `max_length` tokens on one side are not encoded; in valid and test their
-    text is still kept for scoring. Without `vocabularies`, they are trained on the corpus. If
-    `joint`, both are one object. `workers` is the number of threads. With `cached_only` nothing
-    is encoded: it is an error if the cache does not have it.
-    """
-    sides = Sides(src, trg)
-    for name, value, minimum in (
-        ("vocabulary_size", vocabulary_size, MIN_SIZE),
-        ("max_length", max_length, 4),
-        ("workers", 1 if workers is None else workers, 1),
-    ):
-        if value < minimum:
-            raise CorpusError(f"{name} = {value}: expected at least {minimum}")
-    files = None if data is None else find_pair_files(data, sides)
-    if files is None:
-        vocabulary_size = min(vocabulary_size, BUILTIN_VOCABULARY)
-    settings = PreparedSettings(
-        src=src,
-        trg=trg,
-        vocabulary_size=vocabulary_size,
-        joint=joint,
-        max_length=max_length,
-        skip_bad=skip_bad,
         builtin=GRAMMAR_VERSION if files is None else None,
     )
-    key = _key(files, settings, vocabularies, progress)
-    folder = Path(cache) / f"{src}-{trg}-{key[:16]}"
+    cache = user_cache() / "text" if cache is None else Path(cache)
+    key = _key(files, given, vocabularies, progress)
+    folder = cache / f"{given.src}-{given.trg}-{key[:16]}"
 
     def build(temporary: Path) -> None:
         if files is None:
-            corpus = builtin_corpus(src=src, trg=trg)
+            corpus = builtin_corpus(src=given.src, trg=given.trg)
         else:
-            corpus = read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
-        used = vocabularies or _train_vocabularies(corpus.splits["train"], settings, progress)
-        _encode_into(temporary, corpus, settings, used, key, workers, progress)
+            corpus = read_pair_files(files, sides, skip_bad=given.skip_bad, progress=progress)
+        used = vocabularies or _train_vocabularies(corpus.splits["train"], given, progress)
+        _encode_into(temporary, corpus, given, used, key, progress)
 
     if not _is_usable(folder, key):
         if cached_only:
@@ -166,7 +119,6 @@ def _encode_into(
     settings: PreparedSettings,
     vocabularies: tuple[Vocabulary, Vocabulary],
     key: str,
-    workers: int | None,
     progress: OnProgress | None,
 ) -> None:
     """Encode all splits, and write them and the vocabularies into `folder`."""
@@ -181,7 +133,6 @@ def _encode_into(
             pairs,
             vocabularies,
             max_length=settings.max_length,
-            workers=workers,
             progress=progress,
         )
         counts[split] = dataclasses.replace(

@@ -18,8 +18,7 @@ from headrace.schema import require_regular_file
 from headrace.translation.corpus.sentencepiece_trainer import train_model
 
 PAD, UNK, BOS, EOS = range(4)
-# The four special ids, 256 bytes, and some room for characters.
-MIN_SIZE = 300
+# The four special ids and 256 bytes.
 _RESERVED = 4 + 256
 # The share of the text whose characters get a piece, as SentencePiece advises for Chinese. Rarer
 # characters are spelled in bytes.
@@ -79,11 +78,6 @@ class Vocabulary:
 
         The same sentences in the same order give the same model, byte for byte.
         """
-        if size < MIN_SIZE:
-            raise CorpusError(
-                f"vocabulary_size = {size}: expected at least {MIN_SIZE}, "
-                f"since {_RESERVED} are bytes and special ids"
-            )
         text = [sentence for sentence in sentences if sentence.strip()]
         # Take every n-th sentence, not a random sample: the same text must give the same model.
         text = text[:: -(-len(text) // _MAX_SENTENCES) or 1]
