@@ -8,6 +8,7 @@ TESTED_IN = {
     "bench/tune/test_tuning.py": ("bench/tune/settings.py", "cli/tune.py"),
     "bench/works/test_work.py": ("bench/works/lookup.py",),
     "capture/graphs/test_function.py": ("capture/graphs/work.py", "capture/watching/trials.py"),
+    "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
     "capture/guards/test_guards.py": (
         *("capture/guards/group_settings.py", "capture/guards/read_values.py"),
     ),
@@ -16,23 +17,29 @@ TESTED_IN = {
         *("capture/models/lanes.py", "capture/models/model_capture.py"),
         *("capture/models/model_state.py", "capture/models/model_trials.py"),
         *("capture/models/waiting_call.py", "capture/reports/report.py"),
-        *("capture/state/gradients.py", "capture/state/memory.py", "capture/state/nested.py"),
+        *("capture/state/gradients.py", "capture/state/held_buffers.py"),
+        *("capture/state/memory.py", "capture/state/nested.py"),
     ),
+    "capture/models/test_outputs.py": ("capture/models/shared_memory.py",),
     "capture/parts/test_speed_up.py": (
         *("capture/parts/accelerated.py", "capture/parts/given_parts.py"),
         *("capture/parts/installed.py", "capture/reports/part.py"),
-        "capture/reports/speed_up_report.py",
+        *("capture/reports/reasons.py", "capture/reports/speed_up_report.py"),
     ),
     "capture/reading/test_reading.py": (
         *("capture/reading/bytecode.py", "capture/reading/calls.py", "capture/reading/known.py"),
         *("capture/reading/lookup.py", "capture/reading/users_code.py"),
         "capture/reading/walk.py",
     ),
-    "capture/reports/test_replay_check.py": ("capture/models/checked_call.py",),
+    "capture/reports/test_differences.py": (
+        *("capture/models/checked_call.py", "capture/updates/checked_step.py"),
+    ),
     "capture/updates/test_graphed_update.py": (
         *("capture/state/learning_rates.py", "capture/updates/captured_update.py"),
     ),
-    "capture/watching/test_recheck.py": ("capture/reading/places.py",),
+    "capture/watching/test_recheck.py": (
+        *("capture/reading/contents.py", "capture/reading/places.py"),
+    ),
     "cli/test_bench.py": ("bench/text.py", "cli/options.py"),
     "cli/test_program.py": (
         *("cli/doctor.py", "cli/plan.py", "cli/prepare.py", "cli/report.py", "cli/settings.py"),
@@ -191,9 +198,8 @@ SET_AGAIN = {
 #: Modules of more than 240 lines.
 LONG = {
     *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
-    *("bench/works/work.py", "capture/graphs/cache.py", "capture/graphs/function.py"),
-    *("capture/models/graphed_model.py", "capture/models/outputs.py"),
-    *("capture/reading/places.py", "capture/state/gradients.py", "capture/watching/trace.py"),
+    "capture/graphs/function.py",
+    "bench/works/work.py",
     *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
     *("cli/diagnose.py", "data/buckets.py", "data/source.py", "device/base.py"),
     *("device/cuda.py", "device/ledger.py", "diagnosis/breakdown.py"),

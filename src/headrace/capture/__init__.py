@@ -9,7 +9,8 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 
 from __future__ import annotations
 
-from headrace.capture.graphs.cache import CapturedWork, GraphCache
+from headrace.capture.graphs.cache import GraphCache
+from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.graphs.function import CapturedFunction
 from headrace.capture.guards.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.guards.obstacles import fused_or, state_obstacle
@@ -37,7 +38,8 @@ from headrace.capture.state.memory import StateBeforeCapture
 from headrace.capture.state.nested import map_tensors, parts_of
 from headrace.capture.state.signatures import signature
 from headrace.capture.state.state import StepState, unique
-from headrace.capture.watching.trace import StepTracer, Storage, storages
+from headrace.capture.watching.trace import Storage, storages
+from headrace.capture.watching.tracer import StepTracer
 
 __all__ = [
     "GRADIENTS_REPLACED",

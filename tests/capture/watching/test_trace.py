@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.capture.watching.trace import OperationTrace, StepTracer
+from headrace.capture.watching.trace import OperationTrace
+from headrace.capture.watching.tracer import StepTracer
 from headrace.device import Device
 from headrace.fake import FakeDevice
 

@@ -19,7 +19,8 @@ from typing import Any, Generic
 
 import torch
 
-from headrace.capture.graphs.cache import CapturedWork, GraphCache
+from headrace.capture.graphs.cache import GraphCache
+from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.graphs.key_changes import KeyChanges
 from headrace.capture.graphs.work import Call, Capturable, Outcome, Result
 from headrace.capture.guards.guards import MEMORY_MOVES, Guards

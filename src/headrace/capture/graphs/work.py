@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from headrace.capture.graphs.cache import CapturedWork
+from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.guards.guards import Guards
 from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.capture.state.memory import StateBeforeCapture
 from headrace.capture.state.state import StepState
-from headrace.capture.watching.trace import StepTracer
+from headrace.capture.watching.tracer import StepTracer
 
 Call = TypeVar("Call", contravariant=True)
 Outcome = TypeVar("Outcome")

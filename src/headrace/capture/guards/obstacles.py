@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.capture.state.capturable_optimizer import can_be_fused, scales_on_device
 from headrace.capture.state.state import StepState
+from headrace.errors import CaptureError
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
@@ -70,6 +71,12 @@ def state_obstacle(state: StepState) -> str | None:
                 f"{_instead_of_hook(hook)}"
             )
     return None
+
+
+def require_no_obstacle(state: StepState) -> None:
+    """Raise `CaptureError` if there is one."""
+    if (obstacle := state_obstacle(state)) is not None:
+        raise CaptureError(obstacle)
 
 
 def fused_or(other: str, optimizer: torch.optim.Optimizer) -> str:

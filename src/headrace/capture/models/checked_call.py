@@ -1,4 +1,9 @@
-"""A model's call that is run eagerly beside its replay."""
+"""A model's call that is run eagerly beside its replay.
+
+It runs over fresh aliases of the weights, on clones of its arguments and of the buffers, and with
+the random numbers that the replay began with. Outputs and buffers are compared at once, gradients
+when the backward is replayed, for the same gradients of the outputs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from headrace.capture.models.outputs import Outputs
 from headrace.capture.reports.differences import Differences
 from headrace.capture.state.state import StepState
 from headrace.data import rebuild_batch
-from headrace.device import Device
 
 
 class CheckedCall:
@@ -22,13 +26,11 @@ class CheckedCall:
     backward."""
 
     def __init__(
-        self,
-        differences: Differences,
-        device: Device,
-        model: torch.nn.Module,
-        host_state: torch.Tensor | None,
+        self, differences: Differences, step: StepState, host_state: torch.Tensor | None
     ) -> None:
-        self._differences, self._device, self._model = differences, device, model
+        self._differences, self._step = differences, step
+        self._device, self._model = step.device, step.modules[0]
+        device, model = self._device, self._model
         self._random = device.random_state()
         self._host_random = torch.get_rng_state() if host_state is None else host_state
         #: Buffers and tensors that are attributes, each with its name and its clone.
@@ -42,9 +44,16 @@ class CheckedCall:
         self._aliases: list[torch.Tensor] = []
         self._arguments: list[torch.Tensor] = []
 
+    @classmethod
+    def begin(
+        cls, differences: Differences, step: StepState, host_state: torch.Tensor | None
+    ) -> CheckedCall | None:
+        """A replay begins. None: it is not compared. `host_state` is the random state of the host
+        before it, if it draws there."""
+        return cls(differences, step, host_state) if differences.begins() else None
+
     def forward(
         self,
-        step: StepState,
         outputs: Outputs,
         call: Any,
         leaves: list[Any],
@@ -60,7 +69,7 @@ class CheckedCall:
         try:
             args, kwargs = rebuild_batch(call, self._arguments)
             torch.clear_autocast_cache()
-            function: Any = step.function
+            function: Any = self._step.function
             with (
                 self._on_clones(),
                 ModuleGuards(self._model).aliases() as self._aliases,

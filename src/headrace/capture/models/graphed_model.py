@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from headrace.capture.guards.obstacles import state_obstacle
+from headrace.capture.guards.obstacles import require_no_obstacle, state_obstacle
 from headrace.capture.models.captured_model import BackwardKey, CallKind, CapturedModel
+from headrace.capture.models.checked_call import CheckedCall
 from headrace.capture.models.eager import running_inside, why_eager_now, why_never, why_not_yet
 from headrace.capture.models.lanes import MAX_LANES, Lane, ModelLanes
 from headrace.capture.models.model_backward import ModelBackward
@@ -21,14 +22,8 @@ from headrace.capture.models.model_capture import ModelCapture
 from headrace.capture.models.model_state import ModelState
 from headrace.capture.models.model_trials import GraphOptions, ModelTrials
 from headrace.capture.models.waiting_call import WaitingCall
-from headrace.capture.reports.part import (
-    CHECKED,
-    FIRST_CALLS,
-    MISSED,
-    NO_GRADIENT,
-    PartReport,
-    PartTally,
-)
+from headrace.capture.reports.part import PartReport, PartTally
+from headrace.capture.reports.reasons import CHECKED, FIRST_CALLS, MISSED, NO_GRADIENT
 from headrace.capture.reports.report import describe_failure, join_reasons
 from headrace.capture.state.state import StepState
 from headrace.data import flatten_batch
@@ -216,8 +211,7 @@ class GraphedModel:
     def _capture(
         self, state: ModelState, kind: CallKind, lane: Lane, call: Any, leaves: list[Any]
     ) -> CapturedModel:
-        if (obstacle := state_obstacle(self._step)) is not None:
-            raise CaptureError(obstacle)
+        require_no_obstacle(self._step)
         pools = lane.pool, self._lanes.backward_pool()
         capture = ModelCapture(self._step, state, kind, *self.trials.known_of(kind), pools)
         capture.require_memory()
@@ -227,18 +221,18 @@ class GraphedModel:
         return graph
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
-        step, device = self._step, self._step.device
+        step = self._step
         host_state = torch.get_rng_state() if graph.host_draws else None
         if graph.host_draws is not None and not graph.host_draws.repeat():
             return self._run("numbers that it draws on the host ask for other work", call)
         graph.gradients.forget_backward()
-        lane.move_to(device.current_stream())
-        states = device.random_state() if graph.kind.draws else None, host_state
-        checked = self.part.check.call(self.model, host_state)
+        lane.move_to(step.device.current_stream())
+        states = step.device.random_state() if graph.kind.draws else None, host_state
+        checked = CheckedCall.begin(self.part.check, step, host_state)
         made = graph.replay_forward(leaves)
         self.part.replayed()
         if checked is not None:
-            checked.forward(step, graph.outputs, call, leaves, made)
+            checked.forward(graph.outputs, call, leaves, made)
         if graph.backwards:
             waiting = WaitingCall(step, graph, call, leaves, lane.take(), states, checked)
             made = self._backward.outputs(waiting, made, leaves)

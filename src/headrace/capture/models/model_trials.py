@@ -15,7 +15,7 @@ from headrace.capture.models.captured_model import CallKey, CallKind
 from headrace.capture.models.eager import DOUBLE_BACKWARD
 from headrace.capture.models.model_state import ModelState
 from headrace.capture.models.outputs import own_tensors
-from headrace.capture.reports.part import BESIDE_CHECK, CHECKED, FIRST_CALLS
+from headrace.capture.reports.reasons import BESIDE_CHECK, CHECKED, FIRST_CALLS
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.host_constants import HostConstants
 from headrace.capture.watching.host_draws import HostDraws

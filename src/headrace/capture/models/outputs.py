@@ -12,12 +12,11 @@ import enum
 import gc
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 
+from headrace.capture.models.shared_memory import ranges_of
 from headrace.capture.state.nested import parts_of
 from headrace.data import flatten_batch, is_plain_object, rebuild_batch
 from headrace.errors import CaptureError
@@ -27,17 +26,6 @@ _PLAIN = (
     *(torch.Tensor, enum.Enum, bool, int, float, complex, str, bytes, type(None)),
     *(torch.dtype, torch.device, type),
 )
-# Above this many elements, tensors whose memory overlaps in part count as one and the same.
-_MAX_COMPARED = 1 << 26
-
-
-@dataclass(frozen=True, slots=True)
-class _MemoryRange:
-    """A range of captured memory, and the captured tensors in it by their number."""
-
-    memory: torch.Tensor
-    begin: int
-    numbers: tuple[int, ...]
 
 
 class Outputs:
@@ -81,7 +69,7 @@ class Outputs:
             self._recipe.append(numbers[id(leaf)])
         #: The numbers of those that require a gradient.
         self.differentiable = [number for number, one in enumerate(requires) if one]
-        self._blocks = _blocks(self.tensors, requires)
+        self._ranges = ranges_of(self.tensors, requires)
         self._places = _places(result)
 
     def with_history(self) -> list[torch.Tensor]:
@@ -97,18 +85,8 @@ class Outputs:
     def copies(self) -> list[torch.Tensor]:
         """Copies of the captured tensors, by number, in memory that nobody else has."""
         made: list[Any] = [None] * len(self.tensors)
-        for block in self._blocks:
-            if block.begin < 0:
-                (number,) = block.numbers
-                made[number] = block.memory.clone()
-                continue
-            memory = block.memory.clone()
-            for number in block.numbers:
-                one = self.tensors[number]
-                # `.data`: a view would not let its caller write to it in place.
-                made[number] = memory.as_strided(
-                    one.size(), one.stride(), one.storage_offset() - block.begin
-                ).data
+        for one in self._ranges:
+            one.copy_into(made, self.tensors)
         return made
 
     def result(self, made: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
@@ -176,67 +154,6 @@ def _held_elsewhere(result: Any, objects: dict[int, Any]) -> Any:
 
 def _is_container(part: object) -> bool:
     return isinstance(part, Mapping | list | tuple) or dataclasses.is_dataclass(part)
-
-
-def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_MemoryRange]:
-    """The tensors by the memory that they share."""
-    by_storage: dict[int, list[int]] = {}
-    for number, one in enumerate(tensors):
-        by_storage.setdefault(one.untyped_storage()._cdata, []).append(number)
-    blocks = []
-    for numbers in by_storage.values():
-        first = tensors[numbers[0]]
-        if len(numbers) == 1 and _is_dense(first):
-            blocks.append(_MemoryRange(first, -1, (numbers[0],)))
-            continue
-        with_gradient = [tensors[number] for number in numbers if differentiable[number]]
-        for at, one in enumerate(with_gradient):
-            if any(_overlap(one, other) for other in with_gradient[:at]):
-                raise CaptureError(
-                    "the model returns two tensors that share memory and both have a gradient, and "
-                    "copies of them could not be written in place: return a clone of one"
-                )
-        begin = min(int(tensors[number].storage_offset()) for number in numbers)
-        end = max(map(_end, (tensors[number] for number in numbers)))
-        memory = first.as_strided((end - begin,), (1,), begin)
-        if len({tensors[number].dtype for number in numbers}) > 1:
-            raise CaptureError(
-                "the model returns tensors of several dtypes that share memory: return a clone"
-            )
-        blocks.append(_MemoryRange(memory, begin, tuple(numbers)))
-    return blocks
-
-
-def _end(tensor: torch.Tensor) -> int:
-    begin = int(tensor.storage_offset())
-    if not tensor.numel():
-        return begin
-    extents = ((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return begin + int(sum(extents)) + 1
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether `clone()` gives a tensor the same strides."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    end = max(_end(one), _end(other))
-    begin = min(int(one.storage_offset()), int(other.storage_offset()))
-    if one.storage_offset() >= _end(other) or other.storage_offset() >= _end(one):
-        return False
-    if end - begin > _MAX_COMPARED:
-        return True
-    marks = numpy.zeros(end - begin, dtype=numpy.bool_)
-    _elements(marks, one, begin)[...] = True
-    return bool(_elements(marks, other, begin).any())
-
-
-def _elements(marks: Any, tensor: torch.Tensor, begin: int) -> Any:
-    return numpy.lib.stride_tricks.as_strided(
-        marks[tensor.storage_offset() - begin :], tuple(tensor.size()), tensor.stride()
-    )
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.capture.reading.calls import Calls
+from headrace.capture.reading.contents import has_contents
 from headrace.capture.reading.known import (
     CONTAINERS,
     DEEPEST,
@@ -36,7 +37,7 @@ from headrace.capture.reading.known import (
     Values,
 )
 from headrace.capture.reading.lookup import Lookup
-from headrace.capture.reading.places import Places, has_contents
+from headrace.capture.reading.places import Places
 from headrace.capture.reading.user_compiled import has_own_graphs
 from headrace.capture.reading.users_code import is_users, name_of, package_of, unwrapped
 from headrace.source_lines import Site

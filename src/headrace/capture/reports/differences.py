@@ -1,4 +1,8 @@
-"""Differences between what replays have made and what eager calls have."""
+"""Differences between what the first replays of a part have made and what eager calls have.
+
+A model's call, or an optimizer's step, runs eagerly beside its replay, on clones. What the loop has
+is what the replay has made: a comparison costs time and memory alone.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +37,22 @@ class CheckReport:
 
 
 class Differences:
-    """Collects the differences of one part's replays."""
+    """Collects the differences of the first `count` replays of a part."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, count: int = 0) -> None:
+        self._device, self._left = device, count
         #: How many replays were compared.
         self.replays = 0
         self._worst, self._where = 0.0, ""
         self._is_equal = True
 
-    def next_replay(self) -> None:
-        """What is compared from now on belongs to the next replay."""
+    def begins(self) -> bool:
+        """Whether to compare the replay that comes now. Counts it."""
+        if self._left <= 0:
+            return False
+        self._left -= 1
         self.replays += 1
+        return True
 
     def report(self) -> CheckReport | None:
         """What was found; None if nothing was compared."""

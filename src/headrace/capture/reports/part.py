@@ -7,24 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.capture.reports.differences import CheckReport
-from headrace.capture.reports.replay_check import ReplayCheck
-from headrace.capture.state.gradients import captures_keep_buffers
+from headrace.capture.reports.differences import CheckReport, Differences
+from headrace.capture.reports.reasons import UNSETTLED
+from headrace.capture.state.held_buffers import captures_keep_buffers
 from headrace.device import Device
 
 # A part whose graphs are dropped this often with hardly a replay between is not captured.
 _MAX_DROPS = 8
 _FEW_REPLAYS = 10
-
-#: Why calls run eagerly that are on the way to a graph, or check one.
-FIRST_CALLS = "the first calls of a shape"
-FIRST_STEPS = "the first steps"
-NEW_GRADIENTS = "its gradients or settings are new"
-NO_GRADIENT = "its outputs have had no gradient yet"
-MISSED = "its backward had other gradients, or settings of PyTorch, than before"
-CHECKED = "checked again"
-BESIDE_CHECK = "a call that is checked waits for its backward"
-_UNSETTLED = (FIRST_CALLS, FIRST_STEPS, NEW_GRADIENTS, NO_GRADIENT, CHECKED, BESIDE_CHECK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class PartTally:
         self._device = device
         self.name = name
         #: Compares the first replays.
-        self.check = ReplayCheck(device, check)
+        self.check = Differences(device, check)
         #: Why it is not captured (any more).
         self.why: str | None = None
         self.replays = 0
@@ -97,7 +87,7 @@ class PartTally:
     def unsettled(self) -> int:
         """How many calls ran eagerly, were captured or compared, on the way to a graph or to check
         one."""
-        unsettled = sum(self.eager[reason] for reason in _UNSETTLED)
+        unsettled = sum(self.eager[reason] for reason in UNSETTLED)
         return self.captures + self.check.replays + unsettled
 
     def ran_eagerly(self, why: str) -> None:

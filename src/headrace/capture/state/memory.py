@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.capture.reading.comparison import all_entries, dicts_of_modules
-from headrace.capture.reading.places import same_value
+from headrace.capture.reading.contents import same_value
 from headrace.capture.state.state import StepState, unique
 from headrace.errors import CaptureError
 

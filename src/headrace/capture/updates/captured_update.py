@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from headrace.capture.guards.obstacles import state_obstacle
+from headrace.capture.guards.obstacles import require_no_obstacle
 from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.capture.state.gradient_copies import GradientCopies
 from headrace.capture.state.memory import StateBeforeCapture
@@ -30,8 +30,7 @@ def capture_update(
     """Capture an optimizer's step, which reads its gradients where they are, or their `copies`.
     Raises `CaptureError` if that cannot be done."""
     (optimizer,), step = state.optimizers, cast(Callable[[], Any], state.function)
-    if (obstacle := state_obstacle(state)) is not None:
-        raise CaptureError(obstacle)
+    require_no_obstacle(state)
     if not all(map(state.device.holds, state.parameters())):
         raise CaptureError(f"some of its parameters are not on {state.device}")
     inputs = _ScalerInputs(optimizer)

@@ -17,13 +17,15 @@ import torch
 
 from headrace.capture.guards.group_settings import GroupSettings
 from headrace.capture.guards.read_values import ReadValues
-from headrace.capture.reports.part import FIRST_STEPS, NEW_GRADIENTS, PartReport, PartTally
+from headrace.capture.reports.part import PartReport, PartTally
+from headrace.capture.reports.reasons import FIRST_STEPS, NEW_GRADIENTS
 from headrace.capture.reports.report import describe_failure
 from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.capture.state.gradient_copies import GradientCopies
 from headrace.capture.state.state import StepState
 from headrace.capture.state.update_memory import UpdateMemory, optimized
 from headrace.capture.updates.captured_update import SCALER_INPUTS, CapturedUpdate, capture_update
+from headrace.capture.updates.checked_step import checked_step
 from headrace.device import Device
 from headrace.errors import CaptureError
 
@@ -74,7 +76,7 @@ class GraphedUpdate:
         if isinstance(graph, str):
             self._run(graph, None)
         else:
-            with self.part.check.step(self._optimizer):
+            with checked_step(self.part.check, self._state.device, self._optimizer):
                 graph.replay(self._optimizer)
             self.part.replayed()
         return loss

@@ -8,31 +8,22 @@ they differ, Python made a decision, and a graph would repeat the one it made at
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef as Storage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from headrace.capture.watching.host_constants import HostConstants
 from headrace.capture.watching.host_draws import HostDraws
-from headrace.device import CaptureQuery, Device
-from headrace.source_lines import Site, users_line_inside
+from headrace.device import Device
+from headrace.source_lines import Site
 
-__all__ = ["OperationTrace", "StepTracer", "Storage", "TensorRead", "storages"]
-
-_CONSTANT_TYPES = (
-    *(int, float, complex, bool, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+__all__ = ["OperationTrace", "Storage", "TensorRead", "TracedOperation", "storages"]
 
 
 @dataclass(frozen=True, slots=True)
-class _TracedOperation:
+class TracedOperation:
     """One operation. `constants` are its arguments besides tensors, `shapes` are those of its
     tensors with their dtypes, `line` is the user's line that called it."""
 
@@ -41,7 +32,7 @@ class _TracedOperation:
     shapes: tuple[Any, ...]
     line: Site | None
 
-    def same_as(self, other: _TracedOperation) -> bool:
+    def same_as(self, other: TracedOperation) -> bool:
         return (
             self.name == other.name
             and self.shapes == other.shapes
@@ -63,7 +54,7 @@ class OperationTrace:
     """One run of a step. `read` holds memory that it read but did not make, `made` memory that it
     made."""
 
-    operations: list[_TracedOperation] = field(default_factory=list)
+    operations: list[TracedOperation] = field(default_factory=list)
     read: dict[Storage, TensorRead] = field(default_factory=dict)
     made: set[Storage] = field(default_factory=set)
     #: All memory that an operation had as an argument, also where operations are not recorded.
@@ -79,6 +70,20 @@ class OperationTrace:
     host_draws: HostDraws = field(default_factory=HostDraws)
     #: What it copied from the host; None if nobody asked.
     host_constants: HostConstants | None = None
+
+    def note_asked(self, asked: bool) -> None:
+        self.asked = asked
+
+    def note_nested(self, line: Site | None) -> None:
+        """A nested tensor is used."""
+        self.nested_at, self.is_nested = self.nested_at or line, True
+
+    def note_returned(self, numbers: dict[str, float]) -> None:
+        self.returned = numbers
+
+    def note_constants(self, device: Device) -> None:
+        """From now on, note what is copied from the host."""
+        self.host_constants = HostConstants(device)
 
     def difference(self, before: OperationTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -126,7 +131,7 @@ class OperationTrace:
         return {storage for storage in self.made if not storage.expired()}
 
 
-def _difference(now: _TracedOperation, then: _TracedOperation) -> str:
+def _difference(now: TracedOperation, then: TracedOperation) -> str:
     if now.name == then.name and now.shapes == then.shapes:
         pairs = zip(now.constants, then.constants, strict=False)
         new, old = next((one, two) for one, two in pairs if repr(one) != repr(two))
@@ -143,143 +148,6 @@ def _difference(now: _TracedOperation, then: _TracedOperation) -> str:
 
 def _at(line: Site | None) -> str:
     return "" if line is None else f" at {line}"
-
-
-class StepTracer(TorchDispatchMode):
-    """Inside the block, records operations in `trace`. `caller` is the code of the function that
-    calls the user's code: frames outside it are not searched for the user's line. With
-    `as_captured`, code that asks whether it is being captured gets the answer yes."""
-
-    def __init__(self, device: Device, caller: CodeType, *, as_captured: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = OperationTrace(as_captured=as_captured)
-        self._query = CaptureQuery(as_captured)
-        self._answering: list[AbstractContextManager[None]] = []
-        self._in_backward = False
-        self._device = device
-        self._caller = caller
-        # Host tensors that device work returned, such as an attention's random seed and offset.
-        self._returned_to_host: set[Storage] = set()
-
-    def __enter__(self) -> StepTracer:
-        self._answering.append(self._device.answering(self._query))
-        self._answering[-1].__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._answering.pop().__exit__(None, None, None)
-        self.trace.asked = self._query.asked
-
-    @property
-    def is_paused(self) -> bool:
-        """True while code runs that is neither recorded nor told that it is captured: an
-        optimizer's step."""
-        return self._query.is_paused
-
-    def pause(self) -> None:
-        self._query.is_paused = True
-
-    def resume(self) -> None:
-        self._query.is_paused = False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunction():
-            on_device = self._record(func, args, kwargs) if self._is_recorded() else False
-            for value in tree_iter((args, kwargs or {})):
-                if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
-                    self.trace.touched.add(Storage(value.untyped_storage()))
-            result = self._run(func, args, kwargs or {})
-            self.trace.host_draws.record(func, args, kwargs, result)
-            for value in tree_iter(result):
-                if isinstance(value, torch.Tensor):
-                    self._record_made(value, on_device)
-        return result
-
-    def note_constants(self) -> None:
-        """Note what the block copies from the host."""
-        self.trace.host_constants = HostConstants(self._device)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        constants = self.trace.host_constants
-        if constants is not None and (source := constants.copied(func, args)) is not None:
-            constants.note(source, result)
-        return result
-
-    def forward_ends(self, returned: dict[str, float]) -> None:
-        """Call between forward and backward of a run, each traced in a block of its own. `returned`
-        are the Python numbers that the loss function returned."""
-        self.note_returned(returned)
-        self._in_backward = True
-
-    def note_returned(self, numbers: dict[str, float]) -> None:
-        """The run has returned these Python numbers."""
-        self.trace.returned = numbers
-
-    def _is_recorded(self) -> bool:
-        if self.is_paused:
-            return False
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return not self._in_backward  # in backward, work outside any node is the engine's own
-        # A group's first batch adds its gradients up by other operations than the later ones.
-        return not node.name().endswith("AccumulateGrad")
-
-    def _record(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Record an operation. Returns whether it works on the device."""
-        line = users_line_inside(self._caller)
-        constants: list[Any] = []
-        shapes: list[Any] = []
-        on_device = False
-        for value in tree_iter((args, kwargs or {})):
-            if isinstance(value, torch.Tensor) and value.is_nested:
-                self.trace.nested_at, self.trace.is_nested = self.trace.nested_at or line, True
-            elif isinstance(value, torch.Tensor):
-                shapes.append((value.dtype, *value.shape))
-                on_device |= self._record_read(value, line, constants)
-            elif isinstance(value, _CONSTANT_TYPES):
-                constants.append(value)
-            else:  # the type alone: the text of a storage would be all of its content
-                constants.append(type(value).__name__)
-        name = str(func).removesuffix(".default").replace("aten.", "aten::")
-        self.trace.operations.append(_TracedOperation(name, tuple(constants), tuple(shapes), line))
-        return on_device
-
-    def _record_read(self, tensor: torch.Tensor, line: Site | None, constants: list[Any]) -> bool:
-        """Record a tensor argument. Returns whether its values come from the device. Those of a
-        single number on the host are added to `constants`."""
-        if tensor.is_meta or not torch._C._has_storage(tensor):
-            return False
-        storage = Storage(tensor.untyped_storage())
-        if self._device.holds(tensor):
-            if storage not in self.trace.made and tensor.numel():
-                self.trace.read.setdefault(storage, TensorRead(tensor.detach(), line))
-            return True
-        if storage in self._returned_to_host:
-            return True
-        if tensor.numel() == 1 and tensor not in self.trace.host_draws:
-            # A captured kernel freezes a number that it takes from the host.
-            with torch._C._DisableTorchDispatch():
-                constants.append(repr(self._device.read_host(tensor.detach().reshape(1, 1))))
-        return False
-
-    def _record_made(self, tensor: torch.Tensor, on_device: bool) -> None:
-        if tensor.is_meta or not torch._C._has_storage(tensor):
-            return
-        storage = Storage(tensor.untyped_storage())
-        if self._device.holds(tensor):
-            if storage not in self.trace.read:
-                self.trace.made.add(storage)
-        elif on_device:
-            self._returned_to_host.add(storage)
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[Storage]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from headrace.capture.watching.recheck import Recheck
-from headrace.capture.watching.trace import OperationTrace, StepTracer, Storage, storages
+from headrace.capture.watching.trace import OperationTrace, Storage, storages
+from headrace.capture.watching.tracer import StepTracer
 from headrace.capture.watching.watch import StepWatch
 from headrace.device import Device, Obstacle, torch_draw
 
@@ -72,7 +73,7 @@ class Trials:
         trial = TracedRun(tracer, storages(tensors()))
         with self._device.watch() as obstacles:
             if notes_constants:
-                tracer.note_constants()
+                tracer.trace.note_constants(self._device)
             yield trial
         trial.obstacles = obstacles
         trial.known |= storages(tensors())

@@ -348,7 +348,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._carry.keep(carried)
             del carried
         numbers = {str(at): one for at, one in enumerate(parts_of(result)) if _is_number(one)}
-        tracer.note_returned(numbers)
+        tracer.trace.note_returned(numbers)
         self._fates[key] = entry.fates(tracer.trace.touched)
         new = self._observed[observed:]
         if new:

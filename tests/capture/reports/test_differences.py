@@ -104,9 +104,9 @@ def test_two_calls_in_one_backward_are_compared_one_by_one(capturing: Device) ->
 def test_what_counts_as_equal(
     capturing: Device, found: list[Any], expected: list[Any], is_equal: bool, worst: float
 ) -> None:
-    check = Differences(capturing)
+    check = Differences(capturing, 1)
     assert check.report() is None
-    check.next_replay()
+    assert check.begins()
     check.compare([("one", torch.tensor(found), torch.tensor(expected))])
     report = check.report()
     assert report is not None
@@ -115,8 +115,8 @@ def test_what_counts_as_equal(
 
 
 def test_zero_but_for_rounding_is_zero(capturing: Device) -> None:
-    check = Differences(capturing)
-    check.next_replay()
+    check = Differences(capturing, 1)
+    assert check.begins()
     large = torch.ones(2)
     check.compare([("a", large, large), ("b", torch.full((2,), 1e-9), torch.zeros(2))])
     report = check.report()
