@@ -7,7 +7,11 @@ TESTED_IN = {
     "bench/test_runner.py": ("bench/environment.py", "bench/plan_results.py"),
     "bench/tune/test_tuning.py": ("bench/tune/settings.py", "cli/tune.py"),
     "bench/works/test_work.py": ("bench/works/lookup.py",),
-    "capture/graphs/test_function.py": ("capture/graphs/work.py", "capture/watching/trials.py"),
+    "capture/graphs/test_function.py": (
+        *("capture/graphs/capture_settings.py", "capture/graphs/function_capture.py"),
+        "capture/graphs/optimizers.py",
+        *("capture/graphs/surroundings.py", "capture/graphs/work.py", "capture/watching/trials.py"),
+    ),
     "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
     "capture/guards/test_guards.py": (
         *("capture/guards/group_settings.py", "capture/guards/read_values.py"),
@@ -198,7 +202,6 @@ SET_AGAIN = {
 #: Modules of more than 240 lines.
 LONG = {
     *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
-    "capture/graphs/function.py",
     "bench/works/work.py",
     *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
     *("cli/diagnose.py", "data/buckets.py", "data/source.py", "device/base.py"),

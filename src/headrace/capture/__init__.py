@@ -10,6 +10,7 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 from __future__ import annotations
 
 from headrace.capture.graphs.cache import GraphCache
+from headrace.capture.graphs.capture_settings import CaptureSettings
 from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.graphs.function import CapturedFunction
 from headrace.capture.guards.guards import GRADIENTS_REPLACED, Guards
@@ -44,6 +45,7 @@ from headrace.capture.watching.tracer import StepTracer
 __all__ = [
     "GRADIENTS_REPLACED",
     "CapturableOptimizer",
+    "CaptureSettings",
     "CapturedFunction",
     "CapturedWork",
     "CheckReport",

@@ -43,6 +43,7 @@ from headrace.capture import (
     CapturableOptimizer,
     CapturedFunction,
     CapturedWork,
+    CaptureSettings,
     GraphReport,
     Guards,
     StateBeforeCapture,
@@ -111,13 +112,15 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._graphs: CapturedFunction[Any, _Outcome, Returned] = CapturedFunction(
             self,
             device,
-            plan_name=plan_name,
-            max_graphs=max_graphs,
-            watch_first=max(watch_after - 1, 1),
-            watch_last=watch_after,
-            capture_after=0,
-            recheck=recheck,
-            cautious=cautious,
+            CaptureSettings(
+                plan_name=plan_name,
+                max_graphs=max_graphs,
+                watch_first=max(watch_after - 1, 1),
+                watch_last=watch_after,
+                capture_after=0,
+                recheck=recheck,
+                cautious=cautious,
+            ),
         )
         # What calls, by their key, do with the gradients of the calls before.
         self._fates: dict[Hashable, GradientFates] = {}

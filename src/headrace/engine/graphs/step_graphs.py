@@ -19,6 +19,7 @@ from headrace.capture import (
     CapturableOptimizer,
     CapturedFunction,
     CapturedWork,
+    CaptureSettings,
     GraphCache,
     GraphReport,
     Guards,
@@ -67,13 +68,15 @@ class StepGraphs:
         self._graphs: CapturedFunction[Training, LossOutput, Launched] = CapturedFunction(
             self,
             parts.device,
-            plan_name=plan.name,
-            max_graphs=plan.graph_shapes,
-            watch_first=max(watch_after - 1, 1 + compiles),
-            watch_last=watch_after,
-            capture_after=watch_after,
-            recheck=plan.recheck,
-            cautious=plan.graphs == "auto",
+            CaptureSettings(
+                plan_name=plan.name,
+                max_graphs=plan.graph_shapes,
+                watch_first=max(watch_after - 1, 1 + compiles),
+                watch_last=watch_after,
+                capture_after=watch_after,
+                recheck=plan.recheck,
+                cautious=plan.graphs == "auto",
+            ),
         )
         self._updates: GraphCache[None] = GraphCache(parts.device, max_graphs=1, capture_after=0)
         # Parameters whose gradients only the user replaces, and those gradients at capture: of
@@ -109,8 +112,8 @@ class StepGraphs:
         """What later bits depend on: whether the optimizer was made capturable (`prepared`), and
         what code that asks whether it is captured was told."""
         return {
-            "prepared": self._graphs.is_prepared,
-            "as_captured": self._graphs.answers_as_captured,
+            "prepared": self._graphs.optimizers.are_capturable,
+            "as_captured": self._graphs.trials.watch.as_captured,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -120,10 +123,10 @@ class StepGraphs:
         # An optimizer that was capturable stays so. In older states, without "prepared", all were.
         if state is not None and state.get("prepared", self._graphs.why is None):
             self._graphs.make_capturable()
-        elif self._graphs.is_prepared:
-            self._graphs.forget_capturable()
+        elif self._graphs.optimizers.are_capturable:
+            self._graphs.optimizers.forget()
         if state is not None and state.get("as_captured"):
-            self._graphs.answer_as_captured()
+            self._graphs.trials.watch.answer_as_captured()
 
     def report(self) -> GraphReport:
         found = self._graphs.report(more_bytes=self._updates.memory_bytes)
