@@ -80,7 +80,7 @@ def test_one_seam_to_torch_cuda() -> None:
         for _, path in modules()
         if any(map(names_torch_cuda, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
     }
-    seam = {"device/cuda.py", "device/accelerator.py", "device/opening.py"}
+    seam = {"device/cuda.py", "device/cuda_graphs.py", "device/accelerator.py", "device/opening.py"}
     emulation = {"fake/cuda/namespace.py", "fake/cuda/streams.py"}
     assert naming == seam | emulation
 

@@ -1,20 +1,19 @@
-"""CUDA devices (and ROCm's, which PyTorch calls the same): no other file names `torch.cuda`."""
+"""CUDA devices (and ROCm's, which PyTorch calls the same): only this file and cuda_graphs.py name
+`torch.cuda`."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from headrace.device import kineto
+from headrace.device import cuda_graphs, kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import MemoryFigures, Result, Stream
 from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_wait
@@ -22,7 +21,6 @@ from headrace.device.host_activity import HostActivity
 from headrace.device.ledger import Ledger
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
-from headrace.errors import CaptureError, StepError
 from headrace.source_lines import users_line
 
 _READ_USE_EVERY_NS = 1_000_000_000
@@ -42,74 +40,6 @@ class _StreamId(NamedTuple):
     stream_id: int
     device_index: int
     device_type: int
-
-
-class CudaPool:
-    """Memory that graphs share.
-
-    PyTorch closes a pool with its last graph, and fails with an internal error if a later graph is
-    captured into it. So the next graph gets a new pool of PyTorch's.
-    """
-
-    #: Whether this process has made any.
-    made: bool = False
-
-    def __init__(self) -> None:
-        CudaPool.made = True
-        self._handle: Any = None
-        # A graph also leaves when nobody holds it any more.
-        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-
-    def handle(self) -> Any:
-        """PyTorch's handle of the pool that the next graph is captured into."""
-        if not self._graphs:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
-
-    def add(self, graph: CudaGraph) -> None:
-        self._graphs.add(graph)
-
-    def remove(self, graph: CudaGraph) -> None:
-        self._graphs.discard(graph)
-
-
-def _forget_workspaces() -> None:
-    """Make PyTorch allocate cuBLAS's workspaces anew, in all threads.
-
-    PyTorch has one for each thread and stream, and frees them when it records graphs itself
-    (`torch.compile(mode="reduce-overhead")`). A graph may use only memory of its pool: so forget
-    them before a capture, which then allocates in the pool, and after it, since PyTorch would keep
-    the pool's memory for eager work.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-
-
-class CudaGraph(Graph):
-    def __init__(self, raw: torch.cuda.CUDAGraph, pool: CudaPool, device_index: int) -> None:
-        #: PyTorch's own graph object.
-        self.raw: torch.cuda.CUDAGraph | None = raw
-        self._pool, self._index = pool, device_index
-        pool.add(self)
-        # The graph may launch kernels of these, and keeps none of them alive.
-        self._fft_plans = torch._cufft_get_plan_cache_size(device_index)
-
-    def replay(self) -> None:
-        if self.raw is None:
-            raise CaptureError("this graph has been closed")
-        plans = self._fft_plans
-        if plans and torch._cufft_get_plan_cache_size(self._index) < plans:
-            raise StepError(
-                "cuFFT's plans were freed after a step was captured as a graph, which may use "
-                "them: expected no call of torch.backends.cuda.cufft_plan_cache.clear() while "
-                "graphs are in use; close the engine first"
-            )
-        self.raw.replay()
-
-    def close(self) -> None:
-        if self.raw is not None:
-            self.raw.reset()
-            self.raw = None
-            self._pool.remove(self)
 
 
 @contextmanager
@@ -201,7 +131,7 @@ class CudaDevice(AcceleratorDevice):
             trace.give_up("another profiler is running in this process")
             yield
             return
-        with kineto.profiled(graphs=CudaPool.made) as activities:
+        with kineto.profiled(graphs=cuda_graphs.CudaPool.made) as activities:
             streams = self._mark_streams()
             yield
         found = kineto.device_work(activities, self._index, streams)
@@ -270,53 +200,16 @@ class CudaDevice(AcceleratorDevice):
     # --- graphs ---------------------------------------------------------------------------------
 
     def graph_pool(self) -> object:
-        return CudaPool()
+        return cuda_graphs.CudaPool()
 
     def _capture(
         self, work: Callable[[], Result], pool: object, stream: Stream
     ) -> tuple[Graph, Result]:
-        if not isinstance(pool, CudaPool):
-            raise TypeError(f"pool is a {type(pool).__name__}: expected one from graph_pool()")
-        raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
-        collects = gc.isenabled()
-        gc.disable()  # freeing a graph or an event during a capture may break it
-        _forget_workspaces()
-        try:
-            with self.use(stream):  # the default stream cannot capture
-                handle = pool.handle()
-                try:
-                    # thread_local: another thread may pin memory for a loader meanwhile.
-                    raw.capture_begin(pool=handle, capture_error_mode="thread_local")
-                    result = work()
-                    raw.capture_end()
-                except BaseException as problem:
-                    self._end_failed_capture(raw, handle, random_state)
-                    if not isinstance(problem, Exception):
-                        raise
-                    raise CaptureError("the step could not be captured") from problem
-        finally:
-            _forget_workspaces()
-            if collects:
-                gc.enable()
-        return CudaGraph(raw, pool, self._index), result
+        with self.use(stream):  # the default stream cannot capture
+            return cuda_graphs.capture(self._index, work, pool)
 
     def is_capturing(self) -> bool:
         return bool(torch._C._cuda_isCurrentStreamCapturing())  # whatever others are answered
-
-    def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
-        """Clean up after a failed capture. After a Python error the capture can be ended as usual.
-        After a CUDA error the allocator still allocates from the pool, and the random generator
-        works only inside a graph: this resets both."""
-        try:
-            raw.capture_end()
-        except RuntimeError:
-            torch._C._cuda_endAllocateToPool(self._index, handle)
-            torch._C._cuda_releasePool(self._index, handle)
-            fresh = torch.Generator(device=self.torch_device)
-            fresh.set_state(random_state)
-            torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
-        else:
-            raw.reset()
 
     def delay(self, ns: int) -> bool:
         if self._cycles_per_ns is None:

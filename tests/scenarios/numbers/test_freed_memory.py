@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import headrace as hr
 from headrace.device import open_device
-from headrace.device.cuda import CudaGraph
+from headrace.device.cuda_graphs import CudaGraph
 from headrace.errors import StepError
 from support.translation.trainers import new, weights_of
 
