@@ -6,16 +6,14 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from headrace.device import open_device
 from headrace.device.cpu import CpuDevice
 from headrace.diagnosis.segments import (
+    COMMUNICATION,
     WAIT,
     DeviceEdges,
-    Edge,
     HostEdges,
-    delays,
 )
 
 US = 1000
@@ -64,7 +62,7 @@ def launched(device: Clocked, kernels: int, kernel: int, host: int) -> None:
 
 def test_the_work_is_timed_without_the_gaps_between_launches() -> None:
     device = Clocked()
-    edges = DeviceEdges(device, {("forward", 0): 300 * US})
+    edges = DeviceEdges(device, {("forward", 0): 300 * US}, {})
     for _ in range(2):
         edges.edge("forward")
         launched(device, 20, kernel=3 * US, host=10 * US)  # the device would be idle for 7 of 10
@@ -78,7 +76,7 @@ def test_the_work_is_timed_without_the_gaps_between_launches() -> None:
 
 def test_a_segment_that_was_launched_late_does_not_count_if_others_were_not() -> None:
     device = Clocked()
-    edges = DeviceEdges(device, {("forward", 0): 100 * US})
+    edges = DeviceEdges(device, {("forward", 0): 100 * US}, {})
     for host in (10 * US, 2 * US):
         edges.edge("forward")
         launched(device, 20, kernel=3 * US, host=host)
@@ -89,7 +87,7 @@ def test_a_segment_that_was_launched_late_does_not_count_if_others_were_not() ->
 
 def test_after_a_wait_the_device_is_kept_busy_anew() -> None:
     device = Clocked()
-    edges = DeviceEdges(device, {})
+    edges = DeviceEdges(device, {}, {})
     edges.edge("forward")
     launched(device, 3, kernel=5 * US, host=US)
     edges.pause()
@@ -112,33 +110,46 @@ def test_what_another_thread_does_begins_no_segment() -> None:
     assert edges.edges == []
 
 
-def test_the_device_is_busy_for_longer_than_the_host_launches() -> None:
-    edges = [Edge(0, ("a", 0)), Edge(40 * US, ("b", 0)), Edge(50 * US, ("a", 0))]
-    found = delays([*edges, Edge(150 * US, ("end", 0))])
-    assert found["a", 0] > 1.2 * 100 * US
-    assert 10 * US < found["b", 0] < found["a", 0]
-
-
-def test_what_a_wait_itself_takes_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_does_after_a_wait_is_no_work() -> None:
     """The end of such a segment is noted when the host has gone on."""
     device = Clocked()
-    edges = DeviceEdges(device, {})
-
-    def wait(tensor: Any = None) -> bool:
-        device.now_ns = device.free_ns + 30 * US  # until the host goes on
-        edges.waited()
-        return False
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "__bool__", wait)
-        edges.measure_nothing()
+    edges = DeviceEdges(device, {}, {("forward", 0): 30 * US})
     for _ in range(2):
         edges.edge("forward")
         launched(device, 3, kernel=5 * US, host=20 * US)
-        wait()
+        device.now_ns = device.free_ns + 30 * US  # until the host goes on
+        edges.waited()
         launched(device, 4, kernel=5 * US, host=20 * US)
         edges.end_step()
     found = edges.work_ns()
     assert found["forward", 0] == pytest.approx(15 * US)
     assert found[WAIT, 0] == pytest.approx(20 * US)
     assert edges.late_share() == 0
+
+
+def test_communication_is_timed_where_nothing_delays_it() -> None:
+    device = Clocked()
+    noted = HostEdges(device)
+    for reduces in (40 * US, 60 * US):
+        noted.edge("backward")
+        launched(device, 1, kernel=5 * US, host=US)
+        noted.edge(COMMUNICATION)
+        device.run(reduces)
+        noted.edge("after communication")
+        noted.end_step()
+    assert noted.communication_ns() == {(COMMUNICATION, 0): pytest.approx(50 * US)}
+    edges = DeviceEdges(device, {}, {})
+    edges.edge("backward")
+    edges.edge(COMMUNICATION)
+    device.run(40 * US)
+    edges.edge("after communication")
+    edges.end_step()
+    assert COMMUNICATION not in {kind for kind, _ in edges.work_ns()}
+
+
+def test_autograds_thread_may_begin_a_segment_while_the_other_waits() -> None:
+    edges = HostEdges(open_device("cpu"))
+    thread = threading.Thread(target=lambda: edges.edge(COMMUNICATION, from_autograd=True))
+    thread.start()
+    thread.join()
+    assert [edge.key for edge in edges.edges] == [(COMMUNICATION, 0)]

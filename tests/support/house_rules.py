@@ -209,7 +209,7 @@ LONG = {
     *("diagnosis/explanation.py", "diagnosis/forms.py", "diagnosis/recorded.py"),
     *("diagnosis/session.py", "diagnosis/step_monitor.py", "diagnosis/steps.py"),
     *("diagnosis/trace.py", "diagnosis/trace_file.py", "diagnosis/waits.py"),
-    *("diagnosis/what_if.py", "diagnosis/without_cupti.py", "engine/engine.py"),
+    *("diagnosis/what_if.py", "engine/engine.py"),
     *("engine/graphs/graphed_function.py", "engine/graphs/step_graphs.py", "fake/autograd.py"),
     *("fake/collectives.py", "fake/cuda/namespace.py", "fake/cuda/streams.py", "fake/device.py"),
     *("fake/dispatch_mode.py", "fake/function_mode.py", "fake/graphs.py"),

@@ -6,28 +6,22 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
+from headrace.diagnosis.collectives import watching_collectives
 from headrace.diagnosis.python_lines import Sample
 from headrace.diagnosis.waits import line_record
 from headrace.parallel import is_launched
 from headrace.records import HostLine, LineRecord
-from headrace.replacing import replaced
 from headrace.source_lines import short_path
 
 _MAX_LINES = 8
-_COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "reduce"),
-    *("reduce_scatter", "reduce_scatter_tensor", "scatter"),
-)
 
 
 def this_rank() -> tuple[int, int]:
@@ -61,24 +55,9 @@ class CollectiveWaits:
         elif kind == "after backward":
             self._end()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Watch the functions of `torch.distributed` inside the block."""
-        with ExitStack() as stack:
-            for name in _COLLECTIVES:
-                stack.enter_context(replaced(dist, name, self._timing(getattr(dist, name))))
-            yield
-
-    def _timing(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(collective)
-        def timing(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            try:
-                return collective(*args, **kwargs)
-            finally:
-                self._end()
-
-        return timing
+        return watching_collectives(self._begin, self._end)
 
     def _begin(self) -> None:
         if threading.get_ident() == self._thread:

@@ -1,4 +1,5 @@
-"""The calls that begin a segment of a step: host waits, copies between host and device, graphs."""
+"""The calls that begin a segment of a step: host waits, copies between host and device, graphs,
+collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from typing import Any
 import torch
 
 from headrace.device import cuda_namespace
-from headrace.diagnosis.segments import GRAPH, PAGEABLE_COPY, PINNED_COPY, TO_HOST, Edges
+from headrace.diagnosis.collectives import watching_collectives, watching_ends_of_backward
+from headrace.diagnosis.rank_waits import this_rank
+from headrace.diagnosis.segments import (
+    COMMUNICATION,
+    GRAPH,
+    PAGEABLE_COPY,
+    PINNED_COPY,
+    TO_HOST,
+    Edges,
+)
 from headrace.diagnosis.waits import watch_moments
 from headrace.replacing import replaced
 
@@ -24,7 +34,7 @@ _TARGETS = {"to": None, "cuda": "cuda", "cpu": "cpu", "copy_": None}
 @contextmanager
 def watching_edges(edges: Edges) -> Iterator[None]:
     """Tell `edges` of host waits, of copies between
-    host and device, and of graphs inside the block."""
+    host and device, of graphs, and of communication inside the block."""
     cuda: Any = cuda_namespace()
     with ExitStack() as stack:
         stack.enter_context(watch_moments(edges.pause, edges.resume, edges.waited))
@@ -33,6 +43,23 @@ def watching_edges(edges: Edges) -> Iterator[None]:
             stack.enter_context(replaced(torch.Tensor, name, call))
         replay = cuda.CUDAGraph.replay
         stack.enter_context(replaced(cuda.CUDAGraph, "replay", _around_replay(replay, edges)))
+        if this_rank()[1] > 1:
+            stack.enter_context(_watching_communication(edges))
+        yield
+
+
+@contextmanager
+def _watching_communication(edges: Edges) -> Iterator[None]:
+    def begins() -> None:
+        edges.edge(COMMUNICATION)
+
+    def ends() -> None:
+        edges.edge("after communication")
+
+    with (
+        watching_collectives(begins, ends),
+        watching_ends_of_backward(lambda: edges.edge(COMMUNICATION, from_autograd=True)),
+    ):
         yield
 
 

@@ -13,40 +13,35 @@ import statistics
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from headrace.device import Device, Event
+from headrace.device import Device, Event, cuda_namespace
 
 #: How a segment is called: what it begins with, and how many such ones came before it in its step.
 Key = tuple[str, int]
 
-WAIT, GRAPH = "wait", "graph"
+WAIT, GRAPH, COMMUNICATION = "wait", "graph", "communication"
 PAGEABLE_COPY, PINNED_COPY, TO_HOST = "pageable copy", "pinned copy", "copy to host"
-#: How much longer the device stays busy than the host needed for a segment.
-_MARGIN, _MARGIN_NS = 1.5, 100_000
+#: How long the device stays busy before a segment of which nothing is known.
 _UNKNOWN_NS = 1_000_000
-_MAX_DELAY_NS = 300_000_000
-#: Events in turn that tell what the measuring itself takes.
-_NOTHINGS = 8
 
 
 class Edges(ABC):
-    """Is told where segments begin, in the thread that made it."""
+    """Is told where segments begin, in the thread and on the stream on which it was made."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._thread = threading.get_ident()
         self._process = os.getpid()
+        self._stream = _current_stream()
         self._counts: Counter[str] = Counter()
 
-    def edge(self, kind: str) -> None:
-        """A segment begins, and the one before it ends."""
-        if self._is_watched():
+    def edge(self, kind: str, *, from_autograd: bool = False) -> None:
+        """A segment begins, and the one before it ends. Autograd's thread may say so while the
+        thread that trains waits for it."""
+        if self._is_watched(from_autograd):
             self._begin(self._key(kind))
 
     def pause(self, kind: str = WAIT) -> None:
@@ -72,8 +67,9 @@ class Edges(ABC):
         self._counts[kind] += 1
         return kind, self._counts[kind] - 1
 
-    def _is_watched(self) -> bool:
-        return threading.get_ident() == self._thread and not self._device.is_capturing()
+    def _is_watched(self, from_autograd: bool = False) -> bool:
+        is_this = from_autograd or threading.get_ident() == self._thread
+        return is_this and not self._device.is_capturing() and _current_stream() == self._stream
 
     @abstractmethod
     def _begin(self, key: Key) -> None: ...
@@ -88,6 +84,11 @@ class Edges(ABC):
     def _waited(self, key: Key) -> None: ...
 
 
+def _current_stream() -> Any:
+    cuda: Any = cuda_namespace()
+    return cuda.current_stream() if cuda.is_initialized() else None
+
+
 class Edge(NamedTuple):
     """When a segment began."""
 
@@ -97,15 +98,36 @@ class Edge(NamedTuple):
 
 class HostEdges(Edges):
     """Notes when segments began and the host waited, by `time.perf_counter_ns`. Of waits inside an
-    operation, `waited_ns` has when the host went on."""
+    operation, `waited_ns` has when the host went on.
+
+    Events around communication tell how long it takes the device. It is measured here, where
+    nothing delays a rank: in communication, each waits for the slowest."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.edges: list[Edge] = []
         self.waits: list[tuple[int, int]] = []
         self.waited_ns: list[int] = []
+        self._communication: list[tuple[Key, Event, Event]] = []
+        self._open: tuple[Key, Event] | None = None
+
+    def communication_ns(self) -> dict[Key, float]:
+        """Nanoseconds of each segment of communication, with waiting for other ranks. The device
+        must be idle."""
+        found: defaultdict[Key, list[float]] = defaultdict(list)
+        for key, begins, ends in self._communication:
+            found[key].append(begins.elapsed_ms(ends) * 1e6)
+        return {key: statistics.fmean(ns) for key, ns in found.items()}
 
     def _begin(self, key: Key) -> None:
+        if self._open is not None:
+            ends, opened = self._device.event(timing=True), self._open
+            ends.record()
+            self._communication.append((*opened, ends))
+            self._open = None
+        if key[0] == COMMUNICATION:
+            self._open = key, self._device.event(timing=True)
+            self._open[1].record()
         self.edges.append(Edge(perf_counter_ns(), key))
 
     def _pause(self, key: Key) -> None:
@@ -120,15 +142,6 @@ class HostEdges(Edges):
     def _waited(self, key: Key) -> None:
         self._begin(key)
         self.waited_ns.append(self.edges[-1].at_ns)
-
-
-def delays(edges: Sequence[Edge]) -> dict[Key, int]:
-    """How long the device must be busy for the host to launch each segment meanwhile."""
-    longest: dict[Key, int] = {}
-    for edge, after in pairwise(edges):
-        ns = round((after.at_ns - edge.at_ns) * _MARGIN) + _MARGIN_NS
-        longest[edge.key] = min(_MAX_DELAY_NS, max(ns, longest.get(edge.key, 0)))
-    return longest
 
 
 class _Segment(NamedTuple):
@@ -146,53 +159,52 @@ class _Segment(NamedTuple):
 
 
 class DeviceEdges(Edges):
-    """Measures what the device's work on each segment takes."""
+    """Measures what the device's work on each segment takes, except communication."""
 
-    def __init__(self, device: Device, delays: Mapping[Key, int]) -> None:
+    def __init__(
+        self, device: Device, delays: Mapping[Key, int], after_wait_ns: Mapping[Key, float]
+    ) -> None:
+        """`after_wait_ns` is how long the host needs to tell that a segment has ended by a wait."""
         super().__init__(device)
-        self._delays = delays
+        self._delays, self._after_wait_ns = delays, after_wait_ns
         self._open: tuple[Key, Event] | None = None
         self._paused: Key | None = None
         self._segments: defaultdict[Key, list[_Segment]] = defaultdict(list)
-        self._nothing: list[_Segment] = []
-
-    def measure_nothing(self) -> None:
-        """Measure what two events take that have nothing between them, or only a wait."""
-        nothing = torch.zeros((), device=self._device.torch_device)
-        for _ in range(_NOTHINGS):
-            self.edge("nothing")
-            bool(nothing)  # deliberately: the watch tells that this has waited
-            self.edge("nothing")
-        self.end_step()
-        self._nothing = [one for found in self._segments.values() for one in found]
-        self._segments.clear()
 
     def work_ns(self) -> dict[Key, float]:
         """Nanoseconds of each segment's work, on an idle device. The mean of those segments that
         were launched in time; if there is none, the shortest."""
         self._open = None  # a segment that has not ended
-        self._device.synchronize("diagnose")
-        nothing_ns = {is_wait: self._nothing_ns(is_wait) for is_wait in (False, True)}
+        nothing_ns = self._nothing_ns()
         found: dict[Key, float] = {}
         for key, segments in self._segments.items():
-            measured = [(one.is_dense, one.ns - nothing_ns[one.ends_by_wait]) for one in segments]
-            dense = [ns for is_dense, ns in measured if is_dense]
-            ns = statistics.fmean(dense) if dense else min(ns for _, ns in measured)
-            found[key] = max(0.0, ns)
+            dense = [self._ns(key, one) for one in segments if one.is_dense]
+            ns = statistics.fmean(dense) if dense else min(self._ns(key, one) for one in segments)
+            found[key] = max(0.0, ns - nothing_ns)
         return found
+
+    def _ns(self, key: Key, segment: _Segment) -> float:
+        return segment.ns - (self._after_wait_ns.get(key, 0.0) if segment.ends_by_wait else 0.0)
 
     def late_share(self) -> float:
         """The share of the segments that were not launched in time."""
         all_segments = [one for segments in self._segments.values() for one in segments]
         return statistics.fmean(not one.is_dense for one in all_segments) if all_segments else 0.0
 
-    def _nothing_ns(self, ends_by_wait: bool) -> float:
-        found = [one.ns for one in self._nothing if one.ends_by_wait == ends_by_wait]
-        return statistics.median(found) if found else 0.0
+    def _nothing_ns(self) -> float:
+        """What two events take that have nothing between them."""
+        for _ in range(8):
+            self._start(("nothing", 0))
+            self._close()
+        self._open = None
+        self._device.synchronize("diagnose")
+        return statistics.median(one.ns for one in self._segments.pop(("nothing", 0)))
 
     def _begin(self, key: Key) -> None:
         self._close()
-        self._start(key)
+        self._open = None
+        if key[0] != COMMUNICATION:
+            self._start(key)
 
     def _pause(self, key: Key) -> None:
         self._close()
@@ -211,8 +223,8 @@ class DeviceEdges(Edges):
             return
         key, begins = self._open
         # After a wait, the device has done everything. It was kept busy for longer than the host
-        # had needed with the wait.
-        is_dense = ends_by_wait or not begins.query()
+        # had needed with the wait. A copy from pageable memory waits without saying so.
+        is_dense = ends_by_wait or key[0] == PAGEABLE_COPY or not begins.query()
         ends = self._device.event(timing=True)
         ends.record()
         self._segments[key].append(_Segment(begins, ends, is_dense, ends_by_wait))

@@ -24,6 +24,7 @@ import torch
 from headrace.capture import can_be_fused
 from headrace.device import Device, chrome_trace, cuda_namespace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
+from headrace.diagnosis.host_steps import HostSteps
 from headrace.diagnosis.loaders import LoaderFacts, Loaders
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.rank_waits import CollectiveWaits, has_ranks, host_lines, this_rank
@@ -38,7 +39,7 @@ from headrace.diagnosis.steps import (
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
-from headrace.diagnosis.without_cupti import HostSteps, TimedSteps
+from headrace.diagnosis.without_cupti import TimedSteps
 from headrace.errors import ProgramError
 from headrace.records import HostLine, LineRecord
 from headrace.replacing import replaced
