@@ -52,6 +52,7 @@ class CaptureQuery:
 
 _HOST_COPY = "host memory is copied to the device"
 _HOST_WAIT = "the host waits for the device"
+_READ = "aten::_local_scalar_dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,13 @@ class Obstacle:
     @property
     def may_be_copy(self) -> bool:
         """Whether a copy from the host meets it: such a copy may wait, too."""
-        return self.what == _HOST_COPY or self.what.startswith(_HOST_WAIT)
+        is_wait = self.what.startswith(_HOST_WAIT) and _READ not in self.what
+        return is_wait or self.what == _HOST_COPY
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether the host reads a number from the device."""
+        return self.what == _HOST_WAIT or (self.what.startswith(_HOST_WAIT) and _READ in self.what)
 
     def __str__(self) -> str:
         where = "" if self.site is None else f" at {self.site}"

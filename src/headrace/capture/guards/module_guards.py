@@ -47,16 +47,10 @@ class ModuleGuards:
         self.modules = list(model.modules())
         self.parameters: list[torch.Tensor] = list(model.parameters())
         self.buffers: list[torch.Tensor] = list(model.buffers())
-        attributes = [
-            value
-            for module in self.modules
-            for name, value in vars(module).items()
-            if name not in _OWN and isinstance(value, torch.Tensor)
-        ]
         #: All tensors that belong to the model.
         self.tensors: list[torch.Tensor] = [
             one
-            for one in unique((*self.parameters, *self.buffers, *attributes))
+            for one in unique((*self.parameters, *self.untrained()))
             if one.layout is torch.strided and not one.is_nested
         ]
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
@@ -71,6 +65,16 @@ class ModuleGuards:
         self._looks = 0
         self._global_hooks = count_global_hooks()
         self._hooks_so_far = hooks_so_far()
+
+    def untrained(self) -> list[torch.Tensor]:
+        """Its buffers, and tensors that are attributes now."""
+        attributes = [
+            value
+            for module in self.modules
+            for name, value in vars(module).items()
+            if name not in _OWN and isinstance(value, torch.Tensor)
+        ]
+        return [*self.buffers, *attributes]
 
     def _now_registered(self) -> Iterator[Any]:
         return chain(chain.from_iterable(self._registered), _END)

@@ -70,6 +70,8 @@ class GraphedModel:
             kind = self.trials.kind(state.key(call, leaves))
         except CaptureError as problem:
             return self._run_odd(str(problem), call)
+        if self.trials.has_agreed(kind) and not self.trials.values_hold(kind):
+            self._drop("a tensor of it is written to, of which its code reads values")
         if not self.trials.has_agreed(kind):
             return self._run_first(state, kind, call)
         found = self._graph_for(state, kind, call, leaves)
@@ -87,10 +89,9 @@ class GraphedModel:
         return self._step.modules[0]
 
     def _run(self, why: str, call: Any) -> Any:
-        args, kwargs = call
         self.part.ran_eagerly(why)
         with running_inside(self.part.why is None):
-            return self._step.function(*args, **kwargs)  # type: ignore[operator]
+            return self._step.function(*call[0], **call[1])  # type: ignore[operator]
 
     def _run_odd(self, why: str, call: Any) -> Any:
         """A call with arguments that no graph can take."""

@@ -74,6 +74,10 @@ class ModelTrials:
     def has_agreed(self, kind: CallKind) -> bool:
         return self._trials.watch.has_agreed(kind)
 
+    def values_hold(self, kind: CallKind) -> bool:
+        """Whether what calls of a kind read back is still the same, as far as one can see."""
+        return self._trials.watch.values_hold(kind)
+
     def wants(self, kind: CallKind) -> bool:
         """Whether to watch a call."""
         return self._trials.watch.wants(kind, kind.uses)
@@ -153,7 +157,7 @@ class ModelTrials:
         def known() -> list[torch.Tensor]:
             return [*state.guards.tensors, *leaves]
 
-        with self._trials.run(code, known, notes_constants=True) as trial:
+        with self._trials.run(code, known, constants_of=state.guards.untrained()) as trial:
             torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
             with trial.tracer:
                 result = run(why)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.capture.watching.read_backs import ReadBacks
 from headrace.device import Device, Obstacle, copied_tensor
 from headrace.errors import CaptureError
 from headrace.source_lines import Site, users_line
@@ -38,9 +39,20 @@ class _Copy:
 class HostConstants:
     """What one run copied from the host."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor] = ()) -> None:
         self._device = device
         self._found: list[_Copy] = []
+        #: What it read back, of `tensors` of the model and of what was copied.
+        self.read_backs = ReadBacks(device, tensors)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and note what it copies or reads."""
+        result, copy = func(*args, **kwargs), None
+        if (source := self.copied(func, args)) is not None:
+            self.note(source, result)
+            copy = len(self._found) - 1
+        self.read_backs.note(func, args, kwargs, result, copy)
+        return result
 
     def copied(self, func: Any, args: Any) -> torch.Tensor | None:
         """The tensor that an operation copies from the host, to the host or to the device; None if
@@ -69,14 +81,15 @@ class HostConstants:
             else:
                 self._found[at] = replace(copy, value=None)
         excused = Counter({one: copies[one.site] for one in met})
-        return list((Counter(obstacles) - excused).elements())
+        remaining = list((Counter(obstacles) - excused).elements())
+        return self.read_backs.excuse(remaining, [one.value is not None for one in self._found])
 
     def same_as(self, other: HostConstants) -> bool:
-        """Whether two runs copied the same values to the device."""
+        """Whether two runs copied the same values to the device, and read the same back."""
         mine, theirs = (
             [one.content for one in run._found if one.value is not None] for run in (self, other)
         )
-        return mine == theirs
+        return mine == theirs and self.read_backs.same_as(other.read_backs)
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -85,15 +98,15 @@ class HostConstants:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """In the block, a capture gets the values from the device. Raises `CaptureError` if they
-        are others now."""
-        if not self.values:
+        """In the block, a capture gets the values from the device, and what it reads back without a
+        wait. Raises `CaptureError` if they are others now."""
+        if not self.values and not len(self.read_backs):
             yield
             return
         with _FromDevice(self) as mode:
             yield
-        if mode.copies != len(self._found):
-            raise CaptureError("it copied less from the host than when it was watched")
+        if mode.copies != len(self._found) or mode.reads != len(self.read_backs):
+            raise CaptureError("it copied or read less than when it was watched")
 
     def value_of(self, number: int, source: torch.Tensor) -> torch.Tensor | None:
         """What one of the copies is replaced by; None if it is not."""
@@ -104,16 +117,20 @@ class HostConstants:
 
 
 class _FromDevice(TorchDispatchMode):
-    """Replaces copies from the host. `copies` is how many there were so far."""
+    """Replaces copies from the host, and reads. `copies` and `reads` are how many there were so
+    far."""
 
     def __init__(self, constants: HostConstants) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._constants = constants
-        self.copies = 0
+        self.copies = self.reads = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self._constants.read_backs.is_read(func, args):
+            self.reads += 1
+            return self._constants.read_backs.value(self.reads - 1)
         value, source = None, self._constants.copied(func, args)
         if source is not None:
             value = self._constants.value_of(self.copies, source)

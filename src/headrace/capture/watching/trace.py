@@ -7,7 +7,7 @@ they differ, Python made a decision, and a graph would repeat the one it made at
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,9 @@ class OperationTrace:
     def note_returned(self, numbers: dict[str, float]) -> None:
         self.returned = numbers
 
-    def note_constants(self, device: Device) -> None:
-        """From now on, note what is copied from the host."""
-        self.host_constants = HostConstants(device)
+    def note_constants(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what the run copies from the host, and what it reads back of these tensors."""
+        self.host_constants = HostConstants(device, tensors)
 
     def difference(self, before: OperationTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -100,8 +100,8 @@ class OperationTrace:
         constants, others = self.host_constants, before.host_constants
         if constants is not None and others is not None and not constants.same_as(others):
             return (
-                "it copies another value from the host to the device in each call: make it on the "
-                "device, or let the loader return it in the batch"
+                "it copies another value from the host to the device in each call, or reads "
+                "another back: make it on the device, or let the loader return it in the batch"
             )
         for name, number in self.returned.items():
             if repr(before.returned.get(name)) != repr(number):

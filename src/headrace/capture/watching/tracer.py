@@ -79,11 +79,8 @@ class StepTracer(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
         constants = self.trace.host_constants
-        if constants is not None and (source := constants.copied(func, args)) is not None:
-            constants.note(source, result)
-        return result
+        return func(*args, **kwargs) if constants is None else constants.run(func, args, kwargs)
 
     def forward_ends(self, returned: dict[str, float]) -> None:
         """Call between forward and backward of a run, each traced in a block of its own. `returned`

@@ -65,15 +65,16 @@ class Trials:
         caller: CodeType,
         tensors: Callable[[], list[torch.Tensor]],
         *,
-        notes_constants: bool = False,
+        constants_of: Sequence[torch.Tensor] | None = None,
     ) -> Iterator[TracedRun]:
         """Run the function in this block, inside the trial's `tracer`. `caller` is the code around
-        the user's. `tensors` are those that it may read; there may be more of them afterwards."""
+        the user's. `tensors` are those that it may read; there may be more of them afterwards. With
+        `constants_of`, what it copies from the host is noted, and what it reads back of these."""
         tracer = StepTracer(self._device, caller, as_captured=self.watch.as_captured)
         trial = TracedRun(tracer, storages(tensors()))
         with self._device.watch() as obstacles:
-            if notes_constants:
-                tracer.trace.note_constants(self._device)
+            if constants_of is not None:
+                tracer.trace.note_constants(self._device, constants_of)
             yield trial
         trial.obstacles = obstacles
         trial.known |= storages(tensors())

@@ -90,6 +90,11 @@ class StepWatch:
         """What a shape's batches copy from the host; None if nobody has noted it."""
         return self._agreed[key].host_constants
 
+    def values_hold(self, key: Hashable) -> bool:
+        """Whether what a shape's batches read back is still the same, as far as one can see."""
+        constants = self._agreed[key].host_constants
+        return constants is None or constants.read_backs.hold()
+
     def difference(
         self,
         key: Hashable,
