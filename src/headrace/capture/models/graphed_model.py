@@ -227,7 +227,7 @@ class GraphedModel:
         if graph.host_draws is not None and not graph.host_draws.repeat():
             return self._run("numbers that it draws on the host ask for other work", call)
         graph.gradients.forget_backward()
-        lane.move_to(step.device.current_stream())
+        lane.order.move_to(step.device.current_stream())
         states = step.device.random_state() if graph.kind.draws else None, host_state
         checked = CheckedCall.begin(self.part.check, step, host_state)
         made = graph.replay_forward(leaves)

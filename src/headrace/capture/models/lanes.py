@@ -35,6 +35,22 @@ class Ticket:
         self._is_done = True
 
 
+class ReplayOrder:
+    """Replays that use the same memory, on whatever streams: each runs after those before it."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self) -> None:
+        self._stream: Stream | None = None
+
+    def move_to(self, here: Stream) -> None:
+        """The next replay is on this stream."""
+        if self._stream is not here:
+            if self._stream is not None:
+                here.wait_stream(self._stream)
+            self._stream = here
+
+
 @dataclass(slots=True)
 class Lane:
     """A pool of forward graphs, and the call that waits for its backward, if one does."""
@@ -42,7 +58,7 @@ class Lane:
     pool: object
     graphs: dict[CallKind, CapturedModel] = field(default_factory=dict)
     _ticket: Callable[[], Ticket | None] = lambda: None
-    _stream: Stream | None = None
+    order: ReplayOrder = field(default_factory=ReplayOrder)
 
     def is_free(self) -> bool:
         ticket = self._ticket()
@@ -53,13 +69,6 @@ class Lane:
         ticket = Ticket()
         self._ticket = weakref.ref(ticket)
         return ticket
-
-    def move_to(self, here: Stream) -> None:
-        """Replay on this stream, after what was replayed before."""
-        if self._stream is not here:
-            if self._stream is not None:
-                here.wait_stream(self._stream)
-            self._stream = here
 
 
 class ModelLanes:

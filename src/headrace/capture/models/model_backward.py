@@ -18,6 +18,7 @@ from headrace.capture.guards.kernel_settings import KernelSettings
 from headrace.capture.models.backward_watch import accumulate, watch_backwards
 from headrace.capture.models.captured_model import BackwardKey, CapturedBackward, CapturedModel
 from headrace.capture.models.eager import DOUBLE_BACKWARD, running_inside
+from headrace.capture.models.lanes import ReplayOrder
 from headrace.capture.models.waiting_call import WaitingCall
 from headrace.capture.state.state import StepState
 
@@ -46,6 +47,8 @@ class ModelBackward:
         self.anchor = torch.zeros((), device=step.device.torch_device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
         self._request: _Request | None = None
+        # All backward graphs of a model share their pool and the memory of its gradients.
+        self._order = ReplayOrder()
         watch_backwards(self)
 
     def owned(self, tensors: Iterable[object]) -> list[torch.Tensor]:
@@ -103,6 +106,7 @@ class ModelBackward:
         self, waiting: WaitingCall, backward: CapturedBackward, given: dict[int, torch.Tensor]
     ) -> Gradients:
         buffers, request = waiting.graph.gradients, self._request
+        self._order.move_to(self._step.device.current_stream())
         backward.take_gradients(list(given.values()))
         numbers, replay = backward.numbers, backward.graph.replay
         if (checked := waiting.take_checked()) is not None:
