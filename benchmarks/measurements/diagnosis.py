@@ -125,16 +125,14 @@ def _names(text: str) -> list[str]:
     return [] if text == "none" else text.split(",")
 
 
-def observe(
-    name: str, steps: Iterator[Any], traces: Path | None = None, settings: Settings = WINDOWS
-) -> DiagnosisResult:
+def observe(name: str, steps: Iterator[Any], traces: Path | None = None) -> DiagnosisResult:
     """Diagnose a loop, as the command does: then it is ended. With `traces`, its trace is kept
     there, to be replayed elsewhere."""
 
     def end() -> None:
         raise ProgramEnded
 
-    session = Session(settings, on_complete=end, takes_batches=True)
+    session = Session(WINDOWS, on_complete=end, takes_batches=True)
     with suppress(ProgramEnded), session:
         for _ in islice(steps, 60):
             pass

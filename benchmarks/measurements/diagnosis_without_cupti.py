@@ -4,9 +4,10 @@
     python benchmarks/measurements/diagnosis_without_cupti.py --loops item,mask --works none
         --out part.json
 
-The twelve loops of `slow_scripts.py` and the eleven of `works/` are diagnosed twice, each time in a
-process of its own. Is the same part of a step the largest idle one, and how far are the figures
-from each other? `step` and `parts` are milliseconds of a step.
+The twelve loops of `slow_scripts.py` and the eleven of `works/` are diagnosed twice, each in a
+process of its own: first with CUDA events, then with CUPTI, which makes later launches slower. Is
+the same part of a step the largest idle one, and how far are the figures from each other? `step`
+and `parts` are milliseconds of a step.
 
 The last lines are a table and the totals.
 """
@@ -25,8 +26,10 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,18 @@ sys.path[1:1] = map(str, Path(__file__).resolve().parents[1].glob("*/"))  # its 
 import slow_scripts
 from measuring import header, save
 
-from diagnosis import WINDOWS, WORKS, in_a_process, largest_idle, line_found, observe, steps_of_work
+from diagnosis import WINDOWS, WORKS, in_a_process, largest_idle, line_found, steps_of_work
 from headrace.device import Device
-from headrace.records import DiagnosisResult, TimeParts
+from headrace.diagnosis import Settings
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.session import Session
+from headrace.records import DiagnosisResult, Environment, TimeParts
 from headrace.text_table import text_table
 
 #: Below this share of idle time, a step is busy: what it waits for does not matter.
 BUSY = 0.05
+#: What the device does.
+BUSY_PARTS = ("computing", "other_ranks")
 #: A part that has this share of a step is compared.
 LARGE = 0.1
 
@@ -62,11 +70,8 @@ def main() -> None:
             result["skipped"].append(name)
             continue
         start = time.monotonic()
-        ways = {
-            way: in_a_process(partial(_diagnosed, kind, name, way, options.tiny))
-            for way in ("cupti", "events")
-        }
-        found = ways | _compared(ways, _cause(kind, name))
+        ways = in_a_process(partial(_diagnosed, kind, name, options.tiny))
+        found = ways if "error" in ways else ways | _compared(ways, _cause(kind, name))
         found["seconds"] = round(time.monotonic() - start, 1)
         result["found"][name] = found
         print(name, json.dumps(found)[:600], flush=True)
@@ -88,13 +93,28 @@ def _cause(kind: str, name: str) -> str | None:
     return slow_scripts.CASES[name].cause if kind == "loops" else None
 
 
-def _diagnosed(kind: str, name: str, way: str, tiny: bool, device: Device) -> dict[str, Any]:
-    settings = replace(WINDOWS, cupti=way == "cupti")
+def _diagnosed(kind: str, name: str, tiny: bool, device: Device) -> dict[str, Any]:
     if kind == "loops":
-        loop = slow_scripts.train(name, device.torch_device, tiny=tiny)
-        return _figures(observe(name, loop, settings=settings))
+        return _both_ways(name, slow_scripts.train(name, device.torch_device, tiny=tiny))
     with steps_of_work(name, device, tiny) as steps:
-        return _figures(observe(name, steps, settings=settings))
+        return _both_ways(name, steps)
+
+
+def _both_ways(name: str, steps: Iterator[Any]) -> dict[str, Any]:
+    return {
+        way: _figures(_observed(name, steps, replace(WINDOWS, cupti=way == "cupti")))
+        for way in ("events", "cupti")
+    }
+
+
+def _observed(name: str, steps: Iterator[Any], settings: Settings) -> DiagnosisResult:
+    """Diagnose some steps of a loop that goes on."""
+    ended: list[bool] = []
+    with Session(settings, on_complete=lambda: ended.append(True)) as session:
+        for _ in islice(steps, 80):
+            if ended:
+                break
+    return explain(session.seen, name, None, Environment())
 
 
 def _figures(result: DiagnosisResult) -> dict[str, Any]:
@@ -128,29 +148,35 @@ def _class(result: DiagnosisResult) -> str | None:
 
 
 def _compared(ways: dict[str, dict[str, Any]], cause: str | None) -> dict[str, Any]:
-    """Whether the class is the same, and how much the large parts differ, as shares of a step: the
-    step itself takes longer in one process than in another."""
+    """Whether the class is the same, and how much the large parts differ. What the device does
+    takes equally long, whatever the host does; idle time changes with the host's speed from one
+    window to the next, so its parts are compared as shares of it."""
     cupti, events = ways["cupti"], ways["events"]
     if not cupti.get("parts") or not events.get("parts"):
         return {"same": False, "cause": cause}
-    shares = [
-        {name: ms / one["step"] for name, ms in one["parts"].items()} for one in (cupti, events)
-    ]
-    large = [name for name in shares[0] if shares[0][name] >= LARGE]
+    both = [_comparable(one) for one in (cupti, events)]
+    large = [name for name, ms in cupti["parts"].items() if ms >= LARGE * cupti["step"]]
     return {
         "cause": cause,
         "same": cupti["class"] == events["class"],
         "right": events["class"] == (cause or cupti["class"]),
-        "errors": {name: round(shares[1][name] / shares[0][name] - 1, 4) for name in large},
-        "points": {name: round(shares[1][name] - shares[0][name], 4) for name in shares[0]},
+        "errors": {name: round(both[1][name] / both[0][name] - 1, 4) for name in large},
+        "step_error": round(events["step"] / cupti["step"] - 1, 4),
     }
+
+
+def _comparable(one: dict[str, Any]) -> dict[str, float]:
+    parts = one["parts"]
+    idle_ms = one["step"] - sum(parts[name] for name in BUSY_PARTS)
+    return {name: ms if name in BUSY_PARTS else ms / idle_ms for name, ms in parts.items()}
 
 
 def _totals(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(error) for one in found.values() for error in one.get("errors", {}).values()]
+    same, right = (sum(bool(one.get(name)) for one in found.values()) for name in ("same", "right"))
     return {
-        "class_as_with_cupti": f"{sum(one['same'] for one in found.values())} of {len(found)}",
-        "class_right": f"{sum(bool(one.get('right')) for one in found.values())} of {len(found)}",
+        "class_as_with_cupti": f"{same} of {len(found)}",
+        "class_right": f"{right} of {len(found)}",
         "median_error": round(statistics.median(errors), 4) if errors else None,
         "figures_within_10_percent": f"{sum(error <= 0.1 for error in errors)} of {len(errors)}",
         "computing_within_10_percent": sum(
@@ -164,12 +190,12 @@ def _totals(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _report(result: dict[str, Any]) -> None:
     rows = []
     for name, one in result["found"].items():
-        ways = one["cupti"], one["events"]
+        ways = one.get("cupti", {}), one.get("events", {})
         rows.append(
             [
                 name,
-                one["cause"],
-                *(way.get("class") or way.get("error", "–") for way in ways),
+                one.get("cause"),
+                *(way.get("class") or one.get("error", "–") for way in ways),
                 *(f"{way['step']:.2f}" if way.get("step") else "–" for way in ways),
                 " ".join(
                     f"{part[:5]} {error:+.0%}" for part, error in one.get("errors", {}).items()
