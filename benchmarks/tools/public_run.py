@@ -93,7 +93,7 @@ class Recorder:
                 self.handle = original(*parts, **options)
             optimizers = [one for one in parts if isinstance(one, torch.optim.Optimizer)]
             if self.wanted.capturable:
-                make_capturable(optimizers)
+                make_capturable(optimizers, plain=self.wanted.way == "plain")
             if not self.by_backward:
                 self._count(optimizers[0])
             return self.handle
@@ -153,13 +153,22 @@ class Recorder:
         return found
 
 
-def make_capturable(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Let optimizers compute as in a graph, with the learning rate on the device."""
+def make_capturable(optimizers: list[torch.optim.Optimizer], *, plain: bool) -> None:
+    """Let optimizers compute as in a graph, with the learning rate on the device: also where a
+    scheduler has put a number there since, if nothing else does it."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if "capturable" in group and not group.get("fused"):
                 group["capturable"] = True
-                group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+        rates_to_device(optimizer)
+        if plain:
+            optimizer.register_step_pre_hook(rates_to_device)
+
+
+def rates_to_device(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
 
 
 def parts(report: Any) -> list[dict[str, Any]]:
