@@ -186,7 +186,7 @@ class TestNoise:
         assert result.noise is not None
         assert result.noise.plan == "pipeline"
         assert result.noise.difference_share == 0.0
-        assert any("entered twice" in line for line in result.verdict.sentences)
+        assert any("measured twice, differs by" in line for line in result.verdict.sentences)
 
     def test_entries(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.yaml"

@@ -67,7 +67,7 @@ def test_a_table_and_a_file(here: Path) -> None:
         assert re.search(rf"^ {plan} .* {losses}$", out, re.MULTILINE)
     assert max(len(line) for line in out.splitlines()) <= 120
     assert "not measured here: GPU busy time" in out
-    assert "entered twice" in out
+    assert "measured twice, differs by" in out
     found = re.search(r"wrote (runs/bench/mlp-.*\.json)\n", err)
     assert found is not None
     result = BenchResult.read(here / found[1])

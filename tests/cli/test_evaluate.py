@@ -53,7 +53,7 @@ def test_empty_pairs_and_sentences_that_train_has_are_counted(tmp_path: Path) ->
 
     assert said("one one\tzwei zwei", "one\t", "\tzwei") == [
         "1 sentence of scored.tsv, best weights; 2 empty pairs left out",
-        "scored.tsv: train has no source and no target sentence of its 1 pair",
+        "scored.tsv: none of its 1 pair shares a sentence with train",
     ]
     assert said(f"{source}\tzwei zwei", f"one one\t{target}", "one one\tzwei zwei", "a\t")[1] == (
         "scored.tsv: 2 of 3 pairs have a source or a target sentence that train has, too; expect a "

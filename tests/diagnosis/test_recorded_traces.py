@@ -5,13 +5,9 @@ The speed-ups are those that were measured between each script and its fixed ver
 
 from __future__ import annotations
 
-import gzip
-import json
-
 import pytest
 
 from headrace.diagnosis.breakdown import CAUSES, breakdown
-from headrace.diagnosis.trace import Call, StepTrace, Work
 from headrace.diagnosis.what_if import (
     INSTANT_LOADER,
     NO_PYTHON,
@@ -20,20 +16,7 @@ from headrace.diagnosis.what_if import (
     Change,
     Replay,
 )
-from support.paths import FIXTURES
-
-
-def recorded(name: str) -> StepTrace:
-    with gzip.open(FIXTURES / "traces" / f"{name}.json.gz", "rt", encoding="utf-8") as file:
-        values = json.load(file)
-    return StepTrace(
-        values["start_ns"],
-        values["end_ns"],
-        tuple(values["marks"]),
-        tuple(Call(*one) for one in values["calls"]),
-        tuple(Work(*one) for one in values["work"]),
-        tuple((start, end) for start, end in values["inputs"]),
-    )
+from support.diagnosis.trace_files import recorded
 
 
 @pytest.mark.parametrize(

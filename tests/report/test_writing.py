@@ -584,7 +584,7 @@ class TestRuns:
         page = Page(html)
         assert f"BLEU {trained.scores.bleu:.1f} after 1 epoch, 3 updates" in page.words
         assert trained.examples[0][1] in page.words
-        assert " Test: train has no source and no target sentence of its 500 pairs." in page.words
+        assert " Test: none of its 500 pairs shares a sentence with train." in page.words
         assert html.count('<dd dir="auto"') == 3 * 8 + 3 * 3  # 8 examples, 3 samples
         assert "peak memory" not in page.words  # a CPU has none
 

@@ -502,7 +502,7 @@ class TestCommands:
         assert found.exit_code == 0, found.output
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
         assert (
-            "valid: train has no source and no target sentence of its 4 pairs; the best weights "
+            "valid: none of its 4 pairs shares a sentence with train; the best weights "
             "were chosen on it\n"
         ) in found.stdout
         stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
@@ -535,7 +535,7 @@ class TestCommands:
         assert found.exit_code == 0, found.output
         assert "lowercased" in found.stdout
         assert (
-            "valid: train has no source and no target sentence of its 4 pairs; the best weights "
+            "valid: none of its 4 pairs shares a sentence with train; the best weights "
             "were chosen on it\n"
         ) in found.stdout
         assert found.stdout.splitlines()[-1].startswith("BLEU ")

@@ -74,8 +74,7 @@ def verdict_of(rows: Sequence[PlanResult], reference: str, noise: Noise | None) 
     sentences += _peers_sentence(rows, base if take is None else take)
     if noise is not None:
         sentences.append(
-            f"Noise: {noise.plan}, entered twice, differs from itself by "
-            f"{noise.difference_share:.1%}."
+            f"Noise: {noise.plan}, measured twice, differs by {noise.difference_share:.1%}."
         )
     gains = noise is None and take is not None and take.plan != base.plan
     if gains and base.ms_per_step is not None and len(base.ms_per_step.repeats) < _ENOUGH_ROUNDS:
@@ -176,8 +175,8 @@ def _cause_sentence(
         else ", even when the host waits for nothing else"
     )
     return (
-        f"The GPU waits for launches: launching {many} takes {ms:.3g} ms ({ms / step:.0%} of the "
-        f"step) longer than running them{still}; {idle}."
+        f"The GPU waits for launches: launching {many} takes {ms:.3g} ms longer than running them "
+        f"({ms / step:.0%} of the step){still}; {idle}."
     )
 
 
@@ -255,7 +254,8 @@ def _fastest_sentence(
     why = JUDGMENTS[scheme_of(fastest.fields)].why
     return [
         f"The fastest is {fastest.plan}: {_median(base) / _median(fastest):.2f} × as fast, "
-        f"{_median(fastest):.3g} ms per step; it scores {fastest.score.total:.0f} points ({why})."
+        f"{_median(fastest):.3g} ms per step; it scores {fastest.score.total:.0f} of 100 "
+        f"points ({why})."
     ]
 
 
@@ -293,10 +293,10 @@ def _remaining_bottleneck(take: PlanResult) -> tuple[WaitsFor, list[str]]:
     over = gpu.over_busy_share
     if over < _WORTH_MENTIONING:
         return "nothing", [
-            f"Under {take.plan} a step takes {max(over, 0.0):.0%} longer than the GPU is busy in "
-            "it: only faster kernels could shorten it."
+            f"Under {take.plan} the GPU is idle {max(over, 0.0) / (1 + max(over, 0.0)):.0%} of a "
+            "step: only faster kernels could shorten it."
         ]
-    sentence = f"Under {take.plan} a step still takes {over:.0%} longer than the GPU is busy in it."
+    sentence = f"Under {take.plan} the GPU is still idle {over / (1 + over):.0%} of a step."
     return causes_of(take, None).largest()[0], [sentence]
 
 
@@ -306,7 +306,7 @@ def _peers_sentence(rows: Sequence[PlanResult], take: PlanResult) -> list[str]:
         for row in rows
         if row.kind == "peer" and row.ms_per_step is not None
     ]
-    return [f"The same work in other libraries: {', '.join(times)}."] if times else []
+    return [f"The same workload in other libraries: {', '.join(times)}."] if times else []
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -143,8 +143,8 @@ def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> lis
     if reference.gpu is not None and taken.gpu is not None:
         note = None
         if taken.gpu.over_busy_share is not None:
-            over = share(max(0.0, taken.gpu.over_busy_share))
-            note = f"a step takes {over} longer than the GPU is busy"
+            over = max(0.0, taken.gpu.over_busy_share)
+            note = f"idle {share(over / (1 + over))} of a step"
         stats.append(
             Stat(
                 "GPU busy",

@@ -33,7 +33,10 @@ def _nothing(result: RunResult) -> str:
         return f"headrace run: {name} trained, and nothing in it can be sped up"
     if result.cpu_steps:
         return f"headrace run: {name} trained on the CPU, where there is nothing to speed up"
-    return f"headrace run: {name} called no model in training on a CUDA device: nothing was done"
+    return (
+        f"headrace run: {name} ran as with python: it trained no model on a GPU. Without one, "
+        "--fake shows what can be captured"
+    )
 
 
 def _row(part: RunPart) -> tuple[str, ...]:
@@ -59,6 +62,8 @@ def _check(part: RunPart) -> str:
 
 
 def _step(result: RunResult) -> str:
+    if result.races is not None:
+        return f"{counted(result.steps, 'step')} on the fake device; times and memory need a GPU"
     before, after = result.before_ms, result.after_ms
     peak = f"; at most {result.peak_bytes / 1e9:.2f} GB were allocated" if result.peak_bytes else ""
     if before is None or after is None or not after:

@@ -1,4 +1,4 @@
-"""Trace files as PyTorch's profiler writes them, from traces of made-up training loops."""
+"""Trace files as PyTorch's profiler writes them, from made-up and from recorded traces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.diagnosis.trace import StepTrace
+from headrace.diagnosis.trace import Call, StepTrace, Work
+from support.paths import FIXTURES
 
 #: The profiler's clock says microseconds of today's date.
 EPOCH_US = 1_763_500_000_000_000
@@ -98,3 +99,17 @@ def write_trace(path: Path, *events: list[Event], **facts: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
+
+
+def recorded(name: str) -> StepTrace:
+    """Steps of a script in benchmarks/inputs/slow_scripts.py, as an H200 ran them."""
+    with gzip.open(FIXTURES / "traces" / f"{name}.json.gz", "rt", encoding="utf-8") as file:
+        values = json.load(file)
+    return StepTrace(
+        values["start_ns"],
+        values["end_ns"],
+        tuple(values["marks"]),
+        tuple(Call(*one) for one in values["calls"]),
+        tuple(Work(*one) for one in values["work"]),
+        tuple((start, end) for start, end in values["inputs"]),
+    )

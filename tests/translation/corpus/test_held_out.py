@@ -111,7 +111,7 @@ def test_what_was_never_seen_is_said(tmp_path: Path) -> None:
     counts = read_corpus(path, src="en", trg="fr").counts
     assert corpus_warnings(counts) == []
     assert describe_novelty("valid", counts) == (
-        "valid: train has no source and no target sentence of its 2 pairs"
+        "valid: none of its 2 pairs shares a sentence with train"
     )
 
 

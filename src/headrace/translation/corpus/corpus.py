@@ -79,9 +79,7 @@ def describe_novelty(split: str, counts: Mapping[str, SplitCounts]) -> str:
 def describe_shared(name: str, shared: int, scored: int) -> str:
     """How many of the `scored` pairs of `name` have a sentence that train has, too."""
     if not shared:
-        return (
-            f"{name}: train has no source and no target sentence of its {counted(scored, 'pair')}"
-        )
+        return f"{name}: none of its {counted(scored, 'pair')} shares a sentence with train"
     return (
         f"{name}: {shared:,} of {scored:,} pairs have a source or a target sentence that train "
         "has, too; expect a lower score on new text"
