@@ -40,6 +40,22 @@ def test_idle_time_goes_to_its_cause(loop: Loop, cause: str) -> None:
     assert worst(found) == cause, found.ns
 
 
+def test_the_lead_that_a_blocking_copy_costs_is_not_its_waits() -> None:
+    """As `to` copies from pageable memory: the driver blocks, then PyTorch waits for the rest."""
+    machine = Machine()
+    for _ in range(4):
+        machine.copy_pageable(2 * MS, left=15 * US)
+        machine.wait()
+        for _ in range(60):
+            machine.launch(2 * US)
+        for _ in range(10):
+            machine.launch(500 * US)
+        machine.step()
+    found = breakdown(machine.trace())
+    assert found.share("launch") < 0.01
+    assert found.share("transfer") == pytest.approx(2.5 / 7.6, abs=0.02)
+
+
 def test_a_loop_that_keeps_the_device_busy_computes() -> None:
     found = breakdown(PLAIN.run())
     assert found.share("computing") > 0.99

@@ -232,10 +232,16 @@ class _Debts:
                 self._regain(self._starts[segment.call] - segment.end_ns)
                 self._done_ns = max(self._done_ns, self._ends[segment.call])
             is_wait = self._trace.calls[segment.call].kind in ("wait", "copy")
-            if is_wait and lead_ns > 0:
+            if is_wait and lead_ns > 0 and not self._ends_copy(segment.call):
                 self._owed.clear()  # an earlier host would have waited longer
         if segment.cause != "launch" and segment.ns > 0:
             self._owed.append(_Debt(segment, segment.ns, lead_ns))
+
+    def _ends_copy(self, call: int) -> bool:
+        """Whether this is the wait with which a blocking copy ends: without the copy, there would
+        be none."""
+        calls = self._trace.calls
+        return calls[call].kind == "wait" and call > 0 and calls[call - 1].kind == "copy"
 
     def _regain(self, lead_ns: int) -> None:
         """The host is ahead by this much."""

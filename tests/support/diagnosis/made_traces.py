@@ -47,11 +47,11 @@ class Machine:
         self._run(start, kernel, stream, kind)
         self.calls.append(Call(start, self.now, "launch", "cudaLaunchKernel"))
 
-    def copy_pageable(self, ns: int) -> None:
-        """The host is blocked until the copy is done."""
+    def copy_pageable(self, ns: int, *, left: int = -WAKE) -> None:
+        """The host is blocked until the copy is done, but for the last of it."""
         start = self.now
         self._run(start, ns, 0, "copy")
-        self.now = self.free[0] + WAKE
+        self.now = self.free[0] - left
         self.calls.append(Call(start, self.now, "copy", "cudaMemcpyAsync"))
 
     def wait(self) -> None:
