@@ -144,6 +144,36 @@ def test_batches_of_worker_processes_are_copied_ahead(both: Any) -> None:
     assert loader.why is None
 
 
+def test_a_data_set_at_the_address_of_another_is_learned_anew(both: Any) -> None:
+    ended = both(
+        """
+        class Rows:
+            __slots__ = "rows"
+            def __init__(self, *columns):
+                self.rows = list(zip(*columns))
+            def __len__(self):
+                return len(self.rows)
+            def __getitem__(self, at):
+                return self.rows[at]
+        net, optimizer = made()
+        x, y = data.tensors
+        def step(inputs, targets):
+            optimizer.zero_grad()
+            loss_of(net(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+        for _ in range(5):
+            for inputs, targets in DataLoader(Rows(x, y), 24):
+                step(inputs, targets)
+            for targets, inputs, _ in DataLoader(Rows(y, x, y), 12):
+                step(inputs, targets)
+        show(net)
+        """
+    )
+    loaders = [part for part in ended.result.parts if part.kind == "data"]
+    # After the first step, two tensors of each of two batches, and of four.
+    assert [sum(part.eager.values()) for part in loaders] == [5 * 2 * 2 - 2, 5 * 4 * 2]
+
+
 def test_only_some_kinds_of_parts(both: Any) -> None:
     loop = LOOP.replace("WORKERS", "0")
     assert both(loop, only=frozenset({"optimizer"})).replays().keys() == {"AdamW"}

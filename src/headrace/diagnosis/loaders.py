@@ -46,7 +46,7 @@ class Loaders:
     def __init__(self) -> None:
         self._inputs: list[tuple[int, int]] | None = None
         self._facts: LoaderFacts | None = None
-        self._dataset: int | None = None
+        self._dataset: Any = None
         self._then: Callable[[], object] | None = None
         self._thread: int | None = None
         self._begins: Callable[[], object] = _nothing
@@ -105,15 +105,15 @@ class Loaders:
         finally:
             inputs.append((start_ns, time.perf_counter_ns()))
             self._ends()
-        if self._dataset != id(iterator._dataset):
-            self._dataset = id(iterator._dataset)
+        if self._facts is None or iterator._dataset is not self._dataset:
+            self._dataset = iterator._dataset
             tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch))
             self._facts = LoaderFacts(iterator._num_workers, bool(iterator._pin_memory), tensors)
         return batch
 
     def _time_alone(self, original: Any, iterator: Any, then: Callable[[], object]) -> None:
         self._then = None
-        if self._facts is not None and id(iterator._dataset) == self._dataset:
+        if self._facts is not None and iterator._dataset is self._dataset:
             # So many batches may be loaded already.
             ready = iterator._num_workers * iterator._prefetch_factor
             self._facts.batch_ms = time_per_batch(lambda: original(iterator), ready)

@@ -23,18 +23,36 @@ _COMPARED_EVERY = 1000
 
 
 @dataclass(slots=True)
-class ScriptUse:
-    """What the script does with the batches of one data set. `moved` are the positions of the
-    tensors that it has moved in the batch that it has now, with their devices, and `streaks` in how
-    many batches in a row it has done so. `off` says why batches are not copied ahead."""
+class BatchLine:
+    """A line of the script that asks loaders for batches: how many of their tensors were there when
+    the script moved them, and how many were copied then. `off` says why batches are not copied
+    ahead."""
 
     site: Site
-    moved: dict[int, Device] = field(default_factory=dict)
-    streaks: dict[int, tuple[Device, int]] = field(default_factory=dict)
-    batches: int = 0
     ahead: int = 0
     aside: int = 0
     off: str | None = None
+
+    def count(self, *, was_there: bool) -> None:
+        """The script has got a tensor on the device, which was there already or was copied."""
+        self.ahead += was_there
+        self.aside += not was_there
+
+    def stopped(self, why: str) -> None:
+        self.off = why
+
+
+@dataclass(slots=True)
+class ScriptUse:
+    """What the script does with the batches of one data set. `moved` are the positions of the
+    tensors that it has moved in the batch that it has now, with their devices, and `streaks` in how
+    many batches in a row it has done so."""
+
+    line: BatchLine
+    moved: dict[int, Device] = field(default_factory=dict)
+    streaks: dict[int, tuple[Device, int]] = field(default_factory=dict)
+    batches: int = 0
+    is_off: bool = False
     #: Whether the script has a batch.
     is_out: bool = False
 
@@ -55,7 +73,7 @@ class ScriptUse:
 
     def wishes(self) -> dict[int, Device]:
         """The positions of the tensors to copy ahead."""
-        if self.off is not None:
+        if self.is_off:
             return {}
         return {at: device for at, (device, n) in self.streaks.items() if n >= _LEARNED_FROM}
 
@@ -67,14 +85,10 @@ class ScriptUse:
         """The script has moved a tensor of its batch, with the content that it was fetched with."""
         self.moved[at] = device
 
-    def count(self, *, was_there: bool) -> None:
-        """The script has got a tensor on the device, which was there already or was copied."""
-        self.ahead += was_there
-        self.aside += not was_there
-
     def stop(self, why: str) -> None:
         """Copy nothing ahead any more."""
-        self.off = why
+        self.is_off = True
+        self.line.stopped(why)
 
     @property
     def is_compared(self) -> bool:

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.data import Sender, batch_tensors
 from headrace.device import Device, Stream
 from headrace.records import RunPart
 from headrace.replacing import replaced
 from headrace.run.batches import (
+    BatchLine,
     FetchedAhead,
     HostTensor,
     LoaderPass,
@@ -40,7 +42,7 @@ from headrace.run.batches import (
 )
 from headrace.run.moves import Move, copy_aside, watch_moves
 from headrace.run.parts import line_record
-from headrace.source_lines import script_line
+from headrace.source_lines import Site, script_line
 
 
 class ScriptLoaders:
@@ -54,7 +56,8 @@ class ScriptLoaders:
     ) -> None:
         self._device_for, self._warn = device_for, warn
         self._process = os.getpid()
-        self._plans: dict[int, ScriptUse] = {}
+        self._lines: dict[Site, BatchLine] = {}
+        self._uses = WeakIdKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
         self._known: dict[int, HostTensor] = {}
         self._senders: dict[tuple[Device, Stream], Sender] = {}
@@ -113,11 +116,19 @@ class ScriptLoaders:
         return fetched.batch
 
     def _begin(self, iterator: Any) -> LoaderPass:
-        key = id(iterator._dataset)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = ScriptUse(script_line())
-        return LoaderPass(plan, may_look_ahead(iterator))
+        return LoaderPass(self._use_of(iterator._dataset), may_look_ahead(iterator))
+
+    def _use_of(self, dataset: Any) -> ScriptUse:
+        """What is known of a data set. One that has no weak references, such as a list, is learned
+        anew in each pass: the next one may have its address."""
+        has_references = type(dataset).__weakrefoffset__ != 0
+        found: ScriptUse | None = self._uses.get(dataset) if has_references else None
+        if found is None:
+            site = script_line()
+            found = ScriptUse(self._lines.setdefault(site, BatchLine(site)))
+            if has_references:
+                self._uses[dataset] = found
+        return found
 
     def _fetch(self, plan: ScriptUse, batch: Any, wishes: dict[int, Device]) -> FetchedAhead:
         fetched = FetchedAhead(batch)
@@ -166,13 +177,13 @@ class ScriptLoaders:
         if known is not None and known.tensor() is move.tensor:
             found = self._found(known, move)
             if found is not None:
-                known.plan.count(was_there=True)
+                known.plan.line.count(was_there=True)
                 return found
         if not self._is_training or os.getpid() != self._process:
             return None
         aside = copy_aside(move)
         if aside is not None and known is not None:
-            known.plan.count(was_there=False)
+            known.plan.line.count(was_there=False)
         elif aside is not None:
             self._others += 1
         return aside
@@ -203,14 +214,14 @@ class ScriptLoaders:
         return copy
 
     def records(self) -> list[RunPart]:
-        """What became of the loaders whose batches the script has moved."""
+        """What became of the loaders whose batches the script has moved, by the script's line."""
         found = []
-        for plan in self._plans.values():
-            if not plan.ahead and not plan.aside:
+        for line in self._lines.values():
+            if not line.ahead and not line.aside:
                 continue
-            eager = {"copied when the script moves it": plan.aside} if plan.aside else {}
-            found.append(RunPart("data", "DataLoader", line_record(plan.site), plan.ahead,
-                                 eager=eager, why=plan.off))  # fmt: skip
+            eager = {"copied when the script moves it": line.aside} if line.aside else {}
+            found.append(RunPart("data", "DataLoader", line_record(line.site), line.ahead,
+                                 eager=eager, why=line.off))  # fmt: skip
         return found
 
 

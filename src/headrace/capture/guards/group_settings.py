@@ -60,7 +60,7 @@ def _frozen(value: Any, device: Device) -> Hashable:
     """A setting's present value, to be compared with a later one: containers by their items, arrays
     by their numbers, tensors and other objects by identity, and host tensors by version, too."""
     if isinstance(value, torch.Tensor):
-        return id(value), None if device.holds(value) else value._version
+        return _Itself(value), None if device.holds(value) else value._version
     if isinstance(value, list | tuple):
         return (type(value), *(_frozen(one, device) for one in value))
     if isinstance(value, dict):
@@ -69,7 +69,20 @@ def _frozen(value: Any, device: Device) -> Hashable:
         return frozenset(value)
     if isinstance(value, numpy.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    return value if _is_fixed(value, device) else id(value)
+    return value if _is_fixed(value, device) else _Itself(value)
+
+
+class _Itself:
+    """Equals only what holds the same object, which lives as long: no other gets its address."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _is_fixed(value: Any, device: Device) -> bool:
