@@ -969,6 +969,23 @@ def test_what_the_code_of_a_module_reads_is_compared(capturing: Device) -> None:
     assert report.parts[0].captures == 2
 
 
+def test_a_tensor_of_the_host_that_is_an_attribute_is_compared(capturing: Device) -> None:
+    """It is no parameter nor buffer, so it stays there when the model is moved."""
+
+    def make(device: Device) -> Made:
+        model = Reads(lambda x: x * model.scale.to(x.device))
+        model.scale = torch.ones(2)
+
+        def before(at: int) -> None:
+            if at == 6:
+                model.scale[1] = 0.5
+
+        return made(device, model, squares, before=before)
+
+    report = compare(capturing, make, steps=12)
+    assert (report.parts[0].captures, report.parts[0].why) == (2, None)
+
+
 def test_what_no_comparison_sees_is_found_by_checking_again(
     capturing: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ class ModelState:
         device, model = step.device, step.modules[0]
         require_plain_model(model)
         self.guards = ModuleGuards(model)
-        if not all(map(device.holds, self.guards.tensors)):
+        if not all(map(device.holds, (*self.guards.parameters, *self.guards.buffers))):
             raise CaptureError(f"some of its parameters or buffers are not on {device}")
         self._code = CodeGuards(step)
         if (compiled := self._code.reader.owners.own_graphs) is not None:

@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from headrace.capture.group_settings import GroupSettings
-from headrace.capture.state import StepState
+from headrace.capture.guards.group_settings import GroupSettings
+from headrace.capture.state.state import StepState
 from headrace.device import Device
 
 
