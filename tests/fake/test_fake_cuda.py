@@ -851,3 +851,10 @@ def test_a_call_of_the_driver_in_a_cuda_build_says_so(monkeypatch: pytest.Monkey
     with fake_cuda(), pytest.raises(NotEmulatedError, match=r"torch\._C\._cuda_someCall"):
         torch._C._cuda_someCall(0)
     assert torch._C._cuda_someCall is math.nextafter
+
+
+def test_functional_optimizers_can_be_compiled() -> None:
+    """As importing torch.distributed.optim does, once in a process."""
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    with fake_cuda():
+        assert "cpu" in torch.jit.script(optimizer._get_capturable_supported_devices)()

@@ -411,9 +411,12 @@ def _is_capturing() -> bool:
 
 
 def _capturable_devices(supports_xla: bool = True) -> list[str]:
-    """PyTorch's list, with "cpu" added: that is what C++ takes the fake's tensors for."""
-    devices: list[str] = patches.originals["_get_capturable_supported_devices"](supports_xla)
-    return [*devices, "cpu"]
+    """PyTorch's list, with "cpu" added: that is what C++ takes the fake's tensors for. It calls
+    nothing, since importing torch.distributed.optim compiles it with TorchScript."""
+    devices = ["cpu", "cuda", "xpu", "hpu"]
+    if supports_xla:
+        devices.append("xla")
+    return devices
 
 
 def _not_captured(name: str) -> Callable[..., Any]:
