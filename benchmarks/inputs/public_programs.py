@@ -2,22 +2,29 @@
 
 `LINE` are the programs that get one line. `UNCHANGED` are those that run as they are, under
 `headrace run`. A checkout of each repository is expected, at the commit given, in a folder named
-`OWNER+NAME`. Data are made up by the functions here, since only the loop is of interest.
+`OWNER+NAME`. Data are made up, since only the loop is of interest.
 """
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-#: Writes what a program reads, into the folder in which it runs.
-Data = Callable[[Path], None]
+from public_data import (
+    Data,
+    bytes_of_text,
+    carts_and_poles,
+    characters,
+    cora,
+    folders,
+    masked_pictures,
+    pictures,
+    points,
+    sentence_pairs,
+    stories,
+    tokens,
+    words,
+)
 
 
 @dataclass(frozen=True)
@@ -73,115 +80,6 @@ class Program:
                     break
         margin = lines[found[0]][: len(lines[found[0]]) - len(lines[found[0]].lstrip())]
         return "\n".join([*lines[: end + 1], margin + self.line, *lines[end + 1 :], ""])
-
-
-# --- made-up data -----------------------------------------------------------------------------
-
-
-def words(*files: str, count: int = 60_000, kinds: int = 2_000) -> Data:
-    """Text files of random words."""
-
-    def write(folder: Path) -> None:
-        draw = np.random.default_rng(0)
-        for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            drawn = [f"w{one}" for one in draw.integers(0, kinds, count)]
-            rows = [" ".join(drawn[at : at + 20]) for at in range(0, count, 20)]
-            (folder / file).write_text("\n".join(rows) + "\n")
-
-    return write
-
-
-def characters(folder: Path) -> None:
-    """Tokens and their description, as nanoGPT prepares them."""
-    where = folder / "data" / "shakespeare_char"
-    draw = np.random.default_rng(0)
-    for split in ("train", "val"):
-        draw.integers(0, 65, 1_000_000).astype(np.uint16).tofile(where / f"{split}.bin")
-    (where / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65, "itos": {}, "stoi": {}}))
-
-
-def cora(*files: str) -> Data:
-    """A graph with the sizes of Cora."""
-
-    def write(folder: Path) -> None:
-        draw = np.random.default_rng(0)
-        nodes, features, classes = 2708, 1433, 7
-        given = draw.random((nodes, features)) < 0.013
-        rows = [
-            "\t".join(
-                [str(at), *("1" if one else "0" for one in given[at]), f"class{at % classes}"]
-            )
-            for at in range(nodes)
-        ]
-        edges = [f"{a}\t{b}" for a, b in draw.integers(0, nodes, (5429, 2))]
-        for where in files:
-            path = folder / where
-            path.mkdir(parents=True, exist_ok=True)
-            (path / "cora.content").write_text("\n".join(rows) + "\n")
-            (path / "cora.cites").write_text("\n".join(edges) + "\n")
-
-    return write
-
-
-def pictures(*folders: str, count: int = 400, side: int = 64) -> Data:
-    """Folders of JPEG files, as `ImageFolder` reads them."""
-
-    def write(folder: Path) -> None:
-        from PIL import Image
-
-        draw = np.random.default_rng(0)
-        for at in range(count):
-            pixels = Image.fromarray(draw.integers(0, 255, (side, side, 3), np.uint8))
-            for where in folders:
-                path = folder / where / f"class{at % 4}" / f"{at}.jpg"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels.save(path)
-
-    return write
-
-
-def points(folder: Path) -> None:
-    """Point clouds in ten classes, as ModelNet10 is stored."""
-    draw = np.random.default_rng(0)
-    where = folder / "data" / "modelnet40_normal_resampled"
-    where.mkdir(parents=True, exist_ok=True)
-    names = {"train": [f"kind{at % 10}_{at}" for at in range(240)], "test": ["kind0_0"] * 30}
-    kinds = [f"kind{at}" for at in range(10)]
-    (where / "modelnet10_shape_names.txt").write_text("\n".join(kinds) + "\n")
-    for split, all_names in names.items():
-        (where / f"modelnet10_{split}.txt").write_text("\n".join(all_names) + "\n")
-    for name in names["train"]:
-        path = where / name.split("_")[0]
-        path.mkdir(exist_ok=True)
-        np.savetxt(path / f"{name}.txt", draw.normal(size=(1024, 6)), fmt="%.5f", delimiter=",")
-
-
-def stories(folder: Path) -> None:
-    """Tokens of llama2.c's own stories."""
-    draw = np.random.default_rng(0)
-    where = folder / "data" / "TinyStories_all_data"
-    where.mkdir(parents=True, exist_ok=True)
-    for shard in range(2):
-        drawn = draw.integers(1, 32_000, 400_000).astype(np.uint16)
-        drawn[::200] = 1
-        drawn.tofile(where / f"data{shard:02}.bin")
-    (folder / "requests.py").touch()  # for downloads only
-
-
-def sentence_pairs(folder: Path) -> None:
-    """A corpus of two sentences a line, and BERT-pytorch's vocabulary of it."""
-    draw = np.random.default_rng(0)
-    rows = []
-    for _ in range(20_000):
-        one, other = (" ".join(f"w{at}" for at in draw.integers(0, 5000, 12)) for _ in range(2))
-        rows.append(f"{one}\t{other}")
-    (folder / "corpus.txt").write_text("\n".join(rows) + "\n")
-    command = "from bert_pytorch.dataset.vocab import build; build()"
-    arguments = ["-c", "corpus.txt", "-o", "vocab.pkl"]
-    subprocess.run([sys.executable, "-c", command, *arguments], cwd=folder, check=True)
-    # The script that pip would install.
-    (folder / "bert.py").write_text("from bert_pytorch.__main__ import train\n\ntrain()\n")
 
 
 # --- the programs -----------------------------------------------------------------------------
@@ -359,5 +257,89 @@ UNCHANGED = (
         "BERT-pytorch", "codertimo/BERT-pytorch", "d10dc4f9d5a6f2ca74380f62039526eb7277c671",
         "bert.py", "-c corpus.txt -v vocab.pkl -o out -w 2",
         small="-hs 8 -l 2 -a 2 -b 2 -w 0", data=sentence_pairs,
+    ),
+    Program(
+        "airbench", "KellerJordan/cifar10-airbench", "f1c599c4af24aca803e3e65a6a7e52a502e09d0e",
+        "legacy/airbench94.py", data=folders("cifar10"),
+        smaller=(("'batch_size': 1024", "'batch_size': 16"), ("'block1': 64", "'block1': 16"),
+                 ("'block2': 256", "'block2': 16"), ("'block3': 256", "'block3': 16")),
+    ),
+    Program(
+        "llm.c", "karpathy/llm.c", "f1e2ace651495b74ae22d45d1723443fd00ecd3a", "train_gpt2.py",
+        "--input_bin tokens.bin --model d12 --batch_size 8 --sequence_length 256 "
+        "--total_batch_size 4096 --num_iterations 400 --write_tensors 0 --dtype bfloat16 "
+        "--overfit_single_batch 0",
+        small="--batch_size 1 --sequence_length 8 --total_batch_size 16 --num_iterations 14",
+        smaller=(("vocab_size=50257, n_layer=12, n_head=12, n_embd=768",
+                  "vocab_size=50257, n_layer=2, n_head=2, n_embd=12"),),
+        data=tokens,
+    ),
+    Program(
+        "torchvision references", "pytorch/vision", "e6f04004f0e0f759b44329d9ee6751a55abf0f83",
+        "references/classification/train.py",
+        "--data-path pictures --model resnet18 -b 64 -j 12 --amp --model-ema --opt adamw --lr 1e-3 "
+        "--mixup-alpha 0.2 --label-smoothing 0.1 --clip-grad-norm 1 --epochs 20",
+        small="-b 16 -j 1 --model squeezenet1_1 --train-crop-size 32 --val-resize-size 32 "
+        "--val-crop-size 32 --epochs 2 --print-freq 1000",
+        data=pictures("pictures/train", "pictures/val", count=512, kinds=8),
+    ),
+    Program(
+        "x-transformers", "lucidrains/x-transformers", "80bd4d946cf6e7253620df423ceb63f6f9534692",
+        "examples/enwik8_simple/train.py", file="x_transformers/__init__.py",
+        smaller=(("GENERATE_LENGTH = 1024", "GENERATE_LENGTH = 4"),
+                 ("SEQ_LEN = 1024", "SEQ_LEN = 8"),
+                 ("dim = 512, depth = 6, heads = 8", "dim = 16, depth = 2, heads = 2")),
+        data=bytes_of_text,
+    ),
+    Program(
+        "stargan", "yunjey/stargan", "94dd002e93a2863d9b987a937b85925b80f7a19f", "main.py",
+        "--dataset RaFD --rafd_image_dir pictures --c_dim 4 --use_tensorboard False "
+        "--num_workers 8",
+        small="--batch_size 2 --image_size 32 --rafd_crop_size 32 --g_conv_dim 4 --d_conv_dim 4 "
+        "--g_repeat_num 1 --d_repeat_num 4 --num_workers 1",
+        data=pictures("pictures", count=400, side=256),
+    ),
+    Program(
+        "TCN", "locuslab/TCN", "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+        "TCN/mnist_pixel/pmnist_test.py", small="--batch_size 2 --levels 2 --nhid 4",
+    ),
+    Program(
+        "cleanrl ppo", "vwxyzjn/cleanrl", "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+        "cleanrl/ppo.py", data=carts_and_poles,
+        smaller=(("num_steps: int = 128", "num_steps: int = 8"),),
+    ),
+    Program(
+        "cleanrl dqn", "vwxyzjn/cleanrl", "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+        "cleanrl/dqn.py", file="cleanrl_utils/__init__.py", data=carts_and_poles,
+        smaller=(("learning_starts: int = 10000", "learning_starts: int = 20"),
+                 ("batch_size: int = 128", "batch_size: int = 4")),
+    ),
+    Program(
+        "Pytorch-UNet", "milesial/Pytorch-UNet", "21d7850f2af30a9695bbeea75f3136aa538cfc4a",
+        "train.py", "-b 4 --amp --scale 1", small="-b 1 --scale 0.25",
+        smaller=(("UNet(n_channels=3, n_classes=args.classes, bilinear=args.bilinear)",
+                  "nn.Conv2d(3, 2, 3, padding=1)\n"
+                  "    model.n_channels, model.n_classes, model.bilinear = 3, 2, False"),),
+        data=masked_pictures,
+    ),
+    Program(
+        "schedule_free", "facebookresearch/schedule_free",
+        "70785b53e778d0e872c0bbb75ff4ee54ee10c291", "examples/mnist/main.py",
+        file="schedulefree/__init__.py", small="--batch-size 4",
+    ),
+    Program(
+        "Fabric", "Lightning-AI/pytorch-lightning", "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+        "examples/fabric/image_classifier/train_fabric.py", small="--batch-size 4",
+    ),
+    Program(
+        "torchdiffeq", "rtqichen/torchdiffeq", "657943acefa826ef04c025ebeb1ff5e9d60dc268",
+        "examples/odenet_mnist.py", file="torchdiffeq/__init__.py",
+        small="--batch_size 4 --test_batch_size 80 --tol 0.1",
+        smaller=(("64", "4"),),
+    ),
+    Program(
+        "AdaBound", "Luolc/AdaBound", "2e928c3007a2fc44af0e4c97e343e1fed6986e44",
+        "demos/cifar10/main.py", "--optim adabound --lr 0.001", file="adabound/__init__.py",
+        smaller=(("batch_size=128", "batch_size=2"), ("num_workers=2", "num_workers=1")),
     ),
 )  # fmt: skip
