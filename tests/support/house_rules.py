@@ -13,9 +13,7 @@ TESTED_IN = {
         *("capture/graphs/surroundings.py", "capture/graphs/work.py", "capture/watching/trials.py"),
     ),
     "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
-    "capture/guards/test_guards.py": (
-        *("capture/guards/group_settings.py", "capture/guards/read_values.py"),
-    ),
+    "capture/guards/test_guards.py": ("capture/guards/read_values.py",),
     "capture/models/test_graphed_model.py": (
         *("capture/models/backward_watch.py", "capture/models/captured_model.py"),
         *("capture/models/lanes.py", "capture/models/model_capture.py"),
