@@ -217,6 +217,27 @@ def test_a_trained_model_can_be_scripted_and_copied(both: Any) -> None:
     assert ended.replays()["Net"] > 5
 
 
+def test_a_class_can_be_scripted(both: Any) -> None:
+    """TorchScript finds the names of a class in the frame that scripts it."""
+    ended = both(
+        """
+        @torch.jit.script
+        def doubled(x: torch.Tensor):
+            return 2 * x
+        @torch.jit.script
+        class Doubling:
+            def __init__(self, times: int):
+                self.times = times
+            def __call__(self, x: torch.Tensor):
+                for _ in range(self.times):
+                    x = doubled(x)
+                return x
+        print(Doubling(3)(torch.ones(1)))
+        """
+    )
+    assert ended.exit_code in (None, 0)
+
+
 def test_persistent_workers_draw_as_in_the_script_alone(both: Any) -> None:
     """Their random numbers go on where a pass was left early."""
     ended = both("""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -209,8 +210,11 @@ def _scripting_own_forwards() -> Iterator[None]:
     @functools.wraps(truth)
     def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
         models = own_forwards(obj) if isinstance(obj, torch.nn.Module) else nullcontext()
+        # TorchScript looks for names in the frame of its caller.
+        given = inspect.signature(truth).bind(obj, *args, **kwargs).arguments
+        given["_frames_up"] = given.get("_frames_up", 0) + 1
         with models:
-            return truth(obj, *args, **kwargs)
+            return truth(**given)
 
     with replaced(torch.jit, "script", script):
         yield
