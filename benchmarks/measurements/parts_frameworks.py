@@ -291,20 +291,24 @@ def in_lightning(
     return Trained([float(one) for one in losses], str(graphs[0].report()) if graphs else "")
 
 
-def in_accelerate(model: Any, loader: Any, clock: Clock | None, sped_up: bool) -> Trained:
+def in_accelerate(
+    model: Any, loader: Any, clock: Clock | None, sped_up: bool, **options: Any
+) -> Trained:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision="bf16")
+    accelerator = Accelerator(**{"mixed_precision": "bf16"} | options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     handle = hr.speed_up(model, optimizer, loader=loader) if sped_up else None
     losses = []
     for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.detach())
         if clock is not None:
             clock.tick()
@@ -358,6 +362,9 @@ CHECKS: dict[str, dict[str, Any]] = {
     "trainer checkpointing": {"bf16": True, **CHECKPOINTED},
     "lightning bf16-mixed": {"precision": "bf16-mixed"},
     "lightning 16-mixed": {"precision": "16-mixed"},
+    "accelerate bf16": {"mixed_precision": "bf16"},
+    "accelerate fp16": {"mixed_precision": "fp16"},
+    "accelerate accumulation": {"gradient_accumulation_steps": 2},
 }
 
 
@@ -371,6 +378,8 @@ def check(name: str, sizes: Sizes, sped_up: bool) -> Trained:
         options["logging_steps"] = 1
         return in_trainer(bert(small), data, batch, steps, None, sped_up, **options)
     loader = torch.utils.data.DataLoader(data, batch)
+    if name.startswith("accelerate"):
+        return in_accelerate(bert(small), loader, None, sped_up, **options)
     return in_lightning(bert(small), bert_loss, loader, steps, None, sped_up, **options)
 
 
