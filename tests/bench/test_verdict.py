@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from headrace.bench.causes import causes_of
 from headrace.bench.scores import JUDGMENTS, WEIGHTS, scheme_of, scores_of
-from headrace.bench.verdict import causes_of, scored, verdict_of
+from headrace.bench.verdict import scored, verdict_of
 from headrace.plan import PRESETS, Plan
 from headrace.records import (
     Equality,

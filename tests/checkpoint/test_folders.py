@@ -14,7 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoint import folders, latest_checkpoint, load_checkpoint, save_checkpoint
+from headrace.checkpoint import content as state_content
+from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from headrace.checkpoint.content import checksum
+from headrace.checkpoint.finding import find_problem
 from headrace.errors import CheckpointError
 from support.storage.checkpoints import example, flip, names, same, truncate
 
@@ -27,7 +30,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 def resign(path: Path, state: Any) -> None:
     """Replace the state, with a valid checksum."""
     content = {**json.loads((path / "state.json").read_text())["content"], "state": state}
-    edit_json(path, content=content, sha256=folders._checksum(content))
+    edit_json(path, content=content, sha256=checksum(content))
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
@@ -73,7 +76,7 @@ def test_a_bad_checkpoint_is_named_and_the_next_older_one_is_used(
     assert "step-00000002" in str(caught.value)
     # The bad one does not count as kept, and is not removed.
     save_checkpoint(tmp_path, example(3), step=3, keep=2)
-    if folders.find_problem(bad, every_byte=False) is not None:
+    if find_problem(bad, every_byte=False) is not None:
         assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     else:  # only reading all of it would show the damage
         assert names(tmp_path) == ["step-00000002", "step-00000003"]
@@ -108,7 +111,7 @@ def test_a_state_from_another_program(tmp_path: Path, state: Any) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path, {"a": 1}, step=1)
-    monkeypatch.setattr(folders, "VERSION", 3)
+    monkeypatch.setattr(state_content, "VERSION", 3)
     with pytest.raises(CheckpointError, match="version = 1: expected 3, which"):
         load_checkpoint(path)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from headrace.data import BucketBatches, Buckets, PadToBuckets
-from headrace.data.buckets import _Line
+from headrace.data.bucket_search import LineSearch
 from headrace.errors import PlanError
 
 line = st.lists(st.integers(1, 12), min_size=1, max_size=14)
@@ -78,7 +78,7 @@ def test_one_side_is_optimal_with_many_lengths() -> None:
     values, counts = np.unique(np.random.default_rng(0).integers(1, 9000, 700), return_counts=True)
     upto = np.concatenate([[0], np.cumsum(counts)])
     best = np.concatenate([[0], values * upto[1:]])
-    search = _Line(np.repeat(values, counts))
+    search = LineSearch(np.repeat(values, counts))
     for _ in range(9):  # the same sum without its shortcut: every i for every j
         best = np.array(
             [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.data import BlockingCopies, Cursor, Feed, Prefetcher
-from headrace.data.source import LoaderRng
+from headrace.data.loader_rng import LoaderRng
 from headrace.device import Device
 
 

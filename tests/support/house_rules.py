@@ -4,13 +4,18 @@ from __future__ import annotations
 
 #: Modules that have no test module of their own, by the one that tests them.
 TESTED_IN = {
-    "bench/test_runner.py": ("bench/environment.py", "bench/plan_results.py"),
+    "bench/test_runner.py": (
+        *("bench/environment.py", "bench/observing.py", "bench/outcome.py"),
+        "bench/plan_results.py",
+    ),
     "bench/tune/test_tuning.py": ("bench/tune/settings.py", "cli/tune.py"),
-    "bench/works/test_work.py": ("bench/works/lookup.py",),
+    "bench/works/test_work.py": (
+        *("bench/works/lookup.py", "bench/works/parameters.py", "bench/works/returned.py"),
+    ),
     "capture/graphs/test_function.py": (
         *("capture/graphs/capture_settings.py", "capture/graphs/function_capture.py"),
-        "capture/graphs/optimizers.py",
-        *("capture/graphs/surroundings.py", "capture/graphs/work.py", "capture/watching/trials.py"),
+        *("capture/graphs/optimizers.py", "capture/graphs/surroundings.py"),
+        *("capture/graphs/work.py", "capture/watching/trials.py"),
     ),
     "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
     "capture/guards/test_guards.py": ("capture/guards/read_values.py",),
@@ -25,8 +30,8 @@ TESTED_IN = {
     "capture/models/test_outputs.py": ("capture/models/shared_memory.py",),
     "capture/parts/test_speed_up.py": (
         *("capture/parts/accelerated.py", "capture/parts/given_parts.py"),
-        *("capture/parts/installed.py", "capture/reports/part.py"),
-        *("capture/reports/reasons.py", "capture/reports/speed_up_report.py"),
+        *("capture/parts/installed.py", "capture/reports/part.py", "capture/reports/reasons.py"),
+        "capture/reports/speed_up_report.py",
     ),
     "capture/reading/test_reading.py": (
         *("capture/reading/bytecode.py", "capture/reading/calls.py", "capture/reading/known.py"),
@@ -84,8 +89,10 @@ TESTED_IN = {
     "integrations/test_transformers.py": ("integrations/transformers_values.py",),
     "lifecycle/test_metrics.py": ("lifecycle/usage_log.py",),
     "machine/test_monitor.py": ("device/sensors.py",),
-    "progress/test_progress_line.py": ("progress/recent_loss.py",),
-    "progress/test_status_line.py": ("progress/display.py",),
+    "progress/test_progress_line.py": (
+        *("progress/line_text.py", "progress/recent_loss.py", "progress/recent_rates.py"),
+    ),
+    "progress/test_status_line.py": ("progress/display.py", "progress/lenient_file.py"),
     "races/test_checker.py": ("races/entries.py", "races/history.py", "races/race.py"),
     "races/test_cuda_programs.py": ("fake/cuda/fixes.py", "races/source.py"),
     "cli/test_races.py": ("races/pages.py", "records/races.py"),
@@ -96,8 +103,11 @@ TESTED_IN = {
         "records/scores.py",
     ),
     "report/test_writing.py": (
-        *("report/charts.py", "report/environment.py", "report/lines.py", "report/sensors.py"),
-        *("report/timelines.py", "report/train_page.py", "report/tune_page.py", "text_table.py"),
+        *("report/bench_labels.py", "report/bench_losses.py", "report/bench_tables.py"),
+        *("report/bench_times.py", "report/charts.py", "report/environment.py"),
+        *("report/lines.py", "report/sensors.py", "report/timelines.py"),
+        *("report/train_charts.py", "report/train_page.py", "report/tune_page.py"),
+        "text_table.py",
     ),
     "cli/test_run.py": ("records/run.py", "report/run_page.py", "run/settings.py"),
     "run/test_program.py": (
@@ -117,6 +127,16 @@ TESTED_IN = {
     "engine/loop/test_loop.py": ("engine/loop/parts.py",),
     "engine/state/test_resume.py": ("engine/state/loader_position.py", "engine/state/position.py"),
     "engine/state/test_stored_state.py": ("engine/state/own_share.py", "engine/state/placement.py"),
+    "data/test_source.py": (
+        *("data/end_flag.py", "data/loader_processes.py", "data/partial_loaders.py"),
+        "data/samplers.py",
+    ),
+    "checkpoint/test_states.py": ("checkpoint/tensor_names.py",),
+    "checkpoint/test_writer.py": ("checkpoint/layout.py",),
+    "checkpoint/test_folders.py": ("checkpoint/reading.py",),
+    "parallel/test_ranks.py": ("parallel/agreement.py",),
+    "bench/test_verdict.py": ("bench/recommendation.py",),
+    "bench/test_peers.py": ("bench/lightning_peer.py", "bench/peer_trainable.py"),
 }
 
 #: Fields that a module sets of objects of Python, PyTorch and other libraries, or of its own
@@ -126,7 +146,8 @@ FIELDS_OF_LIBRARIES = {
     "child_processes.py": ("_main_thread.is_this",),
     "cli/program.py": ("sys.excepthook",),
     "cli/settings.py": ("command.__annotations__", "command.__signature__"),
-    "data/source.py": ("self._loader.end_of_dataloader",),
+    "data/end_flag.py": ("self._loader.end_of_dataloader",),
+    "data/loader_processes.py": ("loader._iterator",),
     "device/cuda.py": (
         *("cudnn.allow_tf32", "matmul.allow_tf32", "switch.fp32_precision"),
         "graphs._cuda_isCurrentStreamCapturing",
@@ -199,26 +220,20 @@ SET_AGAIN = {
 
 #: Modules of more than 240 lines.
 LONG = {
-    *("bench/peers.py", "bench/runner.py", "bench/tune/search.py", "bench/verdict.py"),
-    "bench/works/work.py",
-    *("checkpoint/folders.py", "checkpoint/snapshot.py", "checkpoint/states.py", "cli/bench.py"),
-    *("cli/diagnose.py", "data/buckets.py", "data/source.py", "device/base.py"),
-    *("device/cuda.py", "device/ledger.py", "diagnosis/breakdown.py"),
-    *("diagnosis/explanation.py", "diagnosis/forms.py", "diagnosis/recorded.py"),
-    *("diagnosis/session.py", "diagnosis/step_monitor.py", "diagnosis/steps.py"),
-    *("diagnosis/trace.py", "diagnosis/trace_file.py", "diagnosis/waits.py"),
-    *("diagnosis/what_if.py", "engine/engine.py"),
+    *("cli/bench.py", "cli/diagnose.py", "device/base.py", "device/cuda.py", "device/ledger.py"),
+    *("diagnosis/breakdown.py", "diagnosis/explanation.py", "diagnosis/forms.py"),
+    *("diagnosis/recorded.py", "diagnosis/session.py", "diagnosis/step_monitor.py"),
+    *("diagnosis/steps.py", "diagnosis/trace.py", "diagnosis/trace_file.py"),
+    *("diagnosis/waits.py", "diagnosis/what_if.py", "engine/engine.py"),
     *("engine/graphs/graphed_function.py", "engine/graphs/step_graphs.py", "fake/autograd.py"),
     *("fake/collectives.py", "fake/cuda/namespace.py", "fake/cuda/streams.py", "fake/device.py"),
     *("fake/dispatch_mode.py", "fake/function_mode.py", "fake/graphs.py"),
     *("fake/host_threads.py", "lifecycle/folder.py", "lifecycle/metrics.py"),
-    *("machine/doctor.py", "machine/monitor.py", "main_program.py", "parallel/ranks.py"),
-    *("plan.py", "progress/display.py", "progress/progress_line.py", "races/checker.py"),
-    *("races/operators.py", "races/race.py", "records/bench.py", "report/bench_page.py"),
-    *("report/train_page.py", "schema.py", "translation/build.py"),
-    *("translation/corpus/batches.py", "translation/corpus/corpus.py"),
-    *("translation/corpus/encoded.py", "translation/corpus/packed.py"),
-    "translation/corpus/pair_formats.py",
+    *("machine/doctor.py", "machine/monitor.py", "main_program.py", "plan.py"),
+    *("races/checker.py", "races/operators.py", "races/race.py", "records/bench.py"),
+    *("schema.py", "translation/build.py", "translation/corpus/batches.py"),
+    *("translation/corpus/corpus.py", "translation/corpus/encoded.py"),
+    *("translation/corpus/packed.py", "translation/corpus/pair_formats.py"),
     *("translation/decode.py", "translation/model.py", "translation/settings.py"),
     "translation/trainer.py",
 }

@@ -7,7 +7,7 @@ when they are used.
     from headrace.bench import find_work
 
     work = find_work("translation", {"batch": 64})          # or "your_module:make_work"
-    model, optimizer, loss, loader = work.make(device, seed=0)
+    training = work.make(device, seed=0)        # training.model, training.loader …
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from headrace.bench.runner import Bench as Bench
     from headrace.bench.text import text_of as text_of
     from headrace.bench.trainable import DeviceLost as DeviceLost
-    from headrace.bench.tune.search import Stopped as Stopped
     from headrace.bench.tune.settings import TuneSettings as TuneSettings
+    from headrace.bench.tune.trial import Stopped as Stopped
     from headrace.bench.tune.tuning import Tuning as Tuning
     from headrace.bench.verdict import verdict_of as verdict_of
     from headrace.bench.works.lookup import find_work as find_work

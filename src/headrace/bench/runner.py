@@ -15,34 +15,28 @@ from __future__ import annotations
 
 import gc
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from headrace.bench import observation
 from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.environment import environment_of
 from headrace.bench.known import EarlierResults
 from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.machine_lock import Holder, MachineLock
+from headrace.bench.observing import observe
+from headrace.bench.outcome import result_of
 from headrace.bench.peers import Peer
-from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
-from headrace.bench.plan_results import noise_of, plan_result, with_speedups
+from headrace.bench.plan_list import PlanEntry, reference_of
 from headrace.bench.trainable import DeviceLost, EngineTrainable, Timing, Trainable
 from headrace.bench.turns import ContestantTurns
-from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
 from headrace.records import (
     BenchResult,
-    BenchSettings,
-    BenchWork,
-    Environment,
-    PlanResult,
 )
 from headrace.schema import listed
 
@@ -96,7 +90,7 @@ class Bench:
         def store() -> None:
             if self.on_result is not None:
                 why = "interrupted before it was measured"
-                so_far = self._result(contestants, missing, environment, why)
+                so_far = result_of(self, contestants, missing, environment, why)
                 self.on_result(replace(so_far, interrupted=True))
 
         turns = ContestantTurns(contestants, self.known, store)
@@ -113,7 +107,7 @@ class Bench:
                 self._warm_up(contestants, turns, pool)
                 lock.begin_measuring()
                 self._time(contestants, turns, pool)
-                self._observe(contestants, turns, pool, missing)
+                missing += observe(self, contestants, turns, pool)
         except KeyboardInterrupt:
             unmeasured = "interrupted before it was measured"
         except DeviceLost:
@@ -130,7 +124,7 @@ class Bench:
                 "all plans side by side: they did not fit into memory, so each was rebuilt for its "
                 "turns"
             )
-        result = self._result(contestants, missing, environment, unmeasured)
+        result = result_of(self, contestants, missing, environment, unmeasured)
         return replace(result, interrupted=unmeasured is not None and turns.lost is None)
 
     def _contestants(self) -> list[Contestant]:
@@ -235,120 +229,12 @@ class Bench:
         whole = trainable.run(self.steps + _SHORT_PASS)
         return whole.without(trainable.run(_SHORT_PASS))
 
-    def _observe(
-        self,
-        contestants: Sequence[Contestant],
-        turns: ContestantTurns,
-        pool: Pool,
-        missing: list[str],
-    ) -> None:
-        """Monitor all, then profile all: a profiler slows down what runs after it."""
-        timed = [
-            contestant
-            for contestant in contestants
-            if contestant.error is None and contestant.timings
-        ]
-        for at, contestant in enumerate(timed if self.watched_s else ()):
-            if contestant.use.samples:  # by an earlier process
-                continue
-            self.on_progress(f"monitoring {contestant.name}", at / len(timed), None)
-            watch = partial(
-                observation.watch, contestant, self.device, _median_ms(contestant), self.watched_s
-            )
-            with turns.of(contestant, "monitoring"):
-                pool.attempt(contestant, watch)
-        if turns.unprofiled is not None:
-            missing.append(f"GPU busy time: {turns.unprofiled}")
-        profiled = self.traced_steps and turns.unprofiled is None
-        for at, contestant in enumerate(timed if profiled else ()):
-            if contestant.error is not None or contestant.window is not None:
-                continue
-            self.on_progress(f"profiling {contestant.name}", at / len(timed), None)
-            trace = partial(
-                observation.trace,
-                contestant,
-                self.device,
-                _median_ms(contestant),
-                self.traced_steps,
-            )
-            # If the profiler fails, the plan has not: its times are known already.
-            with turns.of(contestant, "profiling"):
-                why_not = pool.attempt(contestant, trace, note="could not be profiled")
-            if why_not is not None:
-                missing.append(f"GPU busy time: {why_not}")
-                break
-        if (
-            timed
-            and self.watched_s
-            and all(contestant.use.nvml_share is None for contestant in timed)
-        ):
-            missing.append("GPU use and power: no driver here reports them")
-        if timed and all(contestant.peak_bytes is None for contestant in timed):
-            missing.append(f"memory: {self.device} does not count allocations")
-
-    # --- the result -------------------------------------------------------------------------------
-
     def _observing_s(self, contestants: Sequence[Contestant]) -> float:
         """An estimate of how long the observation takes."""
-        running = [contestant for contestant in contestants if contestant.error is None]
-        return len(running) * (self.watched_s + 1.0)
-
-    def _result(
-        self,
-        contestants: Sequence[Contestant],
-        missing: list[str],
-        environment: Environment,
-        unmeasured: str | None,
-    ) -> BenchResult:
-        """What is known now. `unmeasured` is the error of those that were not measured yet."""
-        reference = reference_of(self.entries)
-        units = {
-            contestant.name: contestant.units_per_step(self.work.unit) for contestant in contestants
-        }
-        # Peers do not count their samples.
-        known = units[reference.name] or next((n for n in units.values() if n), None)
-        rows: list[PlanResult] = []
-        for contestant in contestants:
-            row = contestant
-            if unmeasured is not None and row.error is None and not row.timings:
-                row = replace(row, error=unmeasured)
-            rows.append(plan_result(row, units[row.name] or known))
-        rows = with_speedups(rows, reference.name)
-        pair = noise_pair(self.entries)
-        noise = noise_of(rows, None if pair is None else (pair[0].name, pair[1].name))
-        rows = scored(rows, reference.name, noise)
-        return BenchResult(
-            work=BenchWork(
-                self.work.name,
-                self.work.description,
-                dict(self.work.options),
-                self.work.unit,
-                known or 0.0,
-            ),
-            settings=BenchSettings(
-                plans=tuple(entry.name for entry in self.entries),
-                peers=tuple(peer.name for peer in self.peers),
-                steps=self.steps,
-                warmup=self.warmup,
-                repeats=self.repeats,
-                seed=self.seed,
-                precision=self.precision,
-                tolerance=self.tolerance,
-                compared_steps=self.compared_steps,
-            ),
-            environment=environment,
-            rows=tuple(rows),
-            noise=noise,
-            verdict=verdict_of(rows, reference.name, noise),
-            missing=tuple(missing),
-        )
+        return sum(one.error is None for one in contestants) * (self.watched_s + 1.0)
 
 
 def _rotated(contestants: Sequence[Contestant], repeat: int) -> Iterable[Contestant]:
     """The order of a round: each round starts with the next contestant."""
     first = repeat % len(contestants)
     return [*contestants[first:], *contestants[:first]]
-
-
-def _median_ms(contestant: Contestant) -> float:
-    return statistics.median(timing.ms_per_step for timing in contestant.timings)

@@ -21,10 +21,10 @@ from headrace.lazy import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.checkpoint.folders import latest_checkpoint as latest_checkpoint
-    from headrace.checkpoint.folders import load_checkpoint as load_checkpoint
+    from headrace.checkpoint.finding import latest_checkpoint as latest_checkpoint
     from headrace.checkpoint.folders import save_checkpoint as save_checkpoint
     from headrace.checkpoint.pieces import StoredTensor as StoredTensor
+    from headrace.checkpoint.reading import load_checkpoint as load_checkpoint
     from headrace.checkpoint.sharded import agreed_checkpoint as agreed_checkpoint
     from headrace.checkpoint.states import PerRank as PerRank
     from headrace.checkpoint.weights import weights_from_file as weights_from_file

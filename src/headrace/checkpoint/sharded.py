@@ -20,8 +20,9 @@ import torch
 
 from headrace import atomic_files
 from headrace.atomic_files import DurableFile
-from headrace.checkpoint import folders, states, tensor_file
+from headrace.checkpoint import finding, folders, states, tensor_file
 from headrace.checkpoint.tensor_file import FileDigest
+from headrace.checkpoint.tensor_names import StatePath
 from headrace.device import Ledger
 from headrace.errors import CheckpointError
 from headrace.parallel import Ranks, is_sharded, local_shard, shard_region
@@ -81,7 +82,7 @@ class _SharedEncoder(states.Encoder):
         self.own_names: set[str] = set()
         self.shards: dict[str, Any] = {}
 
-    def encode(self, value: object, path: states.StatePath) -> Any:
+    def encode(self, value: object, path: StatePath) -> Any:
         if not isinstance(value, states.PerRank):
             return super().encode(value, path)
         number, before = len(self.own), set(self.tensors)
@@ -89,7 +90,7 @@ class _SharedEncoder(states.Encoder):
         self.own_names |= set(self.tensors) - before
         return {"$ranks": number}
 
-    def _tensor(self, tensor: torch.Tensor, path: states.StatePath) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor, path: StatePath) -> dict[str, Any]:
         if not is_sharded(tensor):
             return super()._tensor(tensor, path)
         if tensor.dtype not in tensor_file.DTYPE_NAMES:
@@ -208,17 +209,17 @@ def agreed_checkpoint(folder: str | Path, ranks: Ranks, ledger: Ledger) -> Path 
     """The newest good checkpoint, the same on all ranks; each rank checks some of its files."""
     folder = Path(folder)
     if not ranks.several:
-        return folders.latest_checkpoint(folder)
+        return finding.latest_checkpoint(folder)
     names: list[str] = []
     if ranks.is_first:
-        names = [path.name for path in folders.candidates(folder)]
+        names = [path.name for path in finding.candidates(folder)]
     for name in ranks.broadcast(names, ledger, _REASON):
         path = folder / name
-        problem = folders.find_problem(path, every_byte=True, share=(ranks.rank, ranks.size))
+        problem = finding.find_problem(path, every_byte=True, share=(ranks.rank, ranks.size))
         found = ranks.all_gather(None if problem is None else str(problem), ledger, _REASON)
         problems = [f"rank {rank}: {one}" for rank, one in enumerate(found) if one is not None]
         if not problems:
             return path
         if ranks.is_first:
-            folders.warn_refused("; ".join(problems))
+            finding.warn_refused("; ".join(problems))
     return None

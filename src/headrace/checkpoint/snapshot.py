@@ -12,23 +12,18 @@ on the current stream, and the caller waits.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
+from headrace.checkpoint.layout import MemoryLayout, clone_into
 from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
 from headrace.errors import CheckpointError
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS_IN_FLIGHT = 2
-_ALIGNMENT = 64
-# Tensors are copied as integers of their element size: `_foreach_copy_` does not take every dtype,
-# and a float copy might change the bits of a NaN.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Snapshot:
@@ -52,7 +47,7 @@ class Snapshot:
                 raise CheckpointError(
                     f"{name!r} is on {tensor.device}: expected {device} or the host"
                 )
-        self._layout = _Layout.of(live)
+        self._layout = MemoryLayout.of(live)
         if live:
             self._clone(live)
 
@@ -87,7 +82,7 @@ class Snapshot:
                 self._device,
             )
         else:
-            _clone_into(clones, live, self._layout)
+            clone_into(clones, live, self._layout)
             self._cloned.record()
             self._clones = clones
             return
@@ -124,50 +119,6 @@ def on_host(
         yield snapshot.to_host()
     finally:
         snapshot.release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Offset, dtype and shape of each tensor in one block of `nbytes` bytes."""
-
-    offsets: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> _Layout:
-        offsets, end = {}, 0
-        for name, tensor in tensors.items():
-            offsets[name] = (end, tensor.dtype, tuple(tensor.shape))
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        return cls(offsets, end)
-
-    def bytes_of(self, name: str, memory: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor in `memory`."""
-        begin, dtype, shape = self.offsets[name]
-        return memory[begin : begin + math.prod(shape) * dtype.itemsize]
-
-    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors as views of `memory`."""
-        return {
-            name: self.bytes_of(name, memory).view(dtype).view(shape)
-            for name, (_, dtype, shape) in self.offsets.items()
-        }
-
-
-def _clone_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor], layout: _Layout) -> None:
-    """Copy the tensors to `memory` with few kernel launches: a model has hundreds of tensors."""
-    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for name, source in tensors.items():
-        target = layout.bytes_of(name, memory)
-        if not source.is_contiguous():
-            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-        elif source.numel():
-            dtype = _INTEGERS[source.element_size()]
-            targets, sources = by_dtype.setdefault(dtype, ([], []))
-            targets.append(target.view(dtype))
-            sources.append(source.view(-1).view(dtype))
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
 
 
 def _copy_to_host(

@@ -14,7 +14,6 @@ Values that JSON has are stored as they are. Any other is an object whose first 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +22,14 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import tensor_file
+from headrace.checkpoint.tensor_names import StatePath, is_unicode, tensor_name
 from headrace.errors import CheckpointError
-
-#: The keys that lead from the state to a value.
-StatePath = tuple[str | int, ...]
 
 _MAX_DEPTH = 200
 _EXPECTED = "expected dict, list, tuple, str, int, float, bool, None or a plain dense tensor"
 # A module's state_dict is an OrderedDict; MultiStepLR keeps a Counter.
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _LARGEST_PLAIN_INT = 2**63
-# In a tensor's name "/" separates keys and "[" begins an int; a lone surrogate is not UTF-8.
-_ESCAPED = re.compile("[~/\\[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -219,25 +214,6 @@ def _encode_number(number: int | float) -> Any:
 
 def _is_plain_key(key: object) -> bool:
     return isinstance(key, str) and not key.startswith("$") and is_unicode(key)
-
-
-def is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def tensor_name(path: StatePath) -> str:
-    """The name of the tensor at a path, unique: `optimizer/state/[0]/exp_avg`."""
-    parts = (f"[{key}]" if isinstance(key, int) else _escape(key) for key in path)
-    name = "/".join(parts)
-    return name if name != tensor_file.METADATA else f"~{ord(name[0]):x};{name[1:]}"
-
-
-def _escape(key: str) -> str:
-    return _ESCAPED.sub(lambda found: f"~{ord(found[0]):x};", key)
 
 
 def _type_name(kind: type) -> str:

@@ -11,6 +11,7 @@ from headrace.atomic_files import atomic_file
 from headrace.checkpoint import states
 from headrace.checkpoint.snapshot import on_host
 from headrace.checkpoint.tensor_file import DTYPE_NAMES, METADATA, read_tensors, write_tensors
+from headrace.checkpoint.tensor_names import is_unicode
 from headrace.device import Device
 from headrace.errors import CheckpointError
 
@@ -47,7 +48,7 @@ def weights_from_file(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _require_writable(name: object, tensor: object) -> None:
-    if not isinstance(name, str) or name == METADATA or not states.is_unicode(name):
+    if not isinstance(name, str) or name == METADATA or not is_unicode(name):
         raise CheckpointError(f"{name!r} cannot be a tensor's name in a safetensors file")
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"weight {name!r} is a {type(tensor).__name__}: expected a tensor")

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from headrace.data.feed import Cursor as Cursor
     from headrace.data.feed import Feed as Feed
     from headrace.data.feed import Fetched as Fetched
+    from headrace.data.loader_processes import end_workers as end_workers
+    from headrace.data.loader_processes import loader_error as loader_error
+    from headrace.data.loader_rng import LoaderRng as LoaderRng
     from headrace.data.loader_state import as_stateful as as_stateful
+    from headrace.data.partial_loaders import ResumedLoader as ResumedLoader
+    from headrace.data.partial_loaders import Skipping as Skipping
+    from headrace.data.partial_loaders import first_of as first_of
     from headrace.data.prefetcher import Prefetcher as Prefetcher
     from headrace.data.prefetcher import prefetch as prefetch
     from headrace.data.prefetcher import unwrap_prefetcher as unwrap_prefetcher
@@ -30,14 +36,8 @@ if TYPE_CHECKING:
     from headrace.data.rng import rng_states as rng_states
     from headrace.data.rng import set_host_rng_states as set_host_rng_states
     from headrace.data.rng import set_rng_states as set_rng_states
-    from headrace.data.source import LoaderRng as LoaderRng
-    from headrace.data.source import ResumedLoader as ResumedLoader
-    from headrace.data.source import Skipping as Skipping
-    from headrace.data.source import end_workers as end_workers
-    from headrace.data.source import first_of as first_of
-    from headrace.data.source import generators_of as generators_of
-    from headrace.data.source import loader_error as loader_error
-    from headrace.data.source import with_samplers as with_samplers
+    from headrace.data.samplers import generators_of as generators_of
+    from headrace.data.samplers import with_samplers as with_samplers
     from headrace.data.transfer import Sender as Sender
     from headrace.data.tree import batch_leaves as batch_leaves
     from headrace.data.tree import batch_tensors as batch_tensors

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from headrace.data.cache import BatchCache
+from headrace.data.loader_rng import LoaderRng
 from headrace.data.loader_state import as_stateful
 from headrace.data.prefetch_pass import PrefetchIterator, StatefulIterator
-from headrace.data.source import LoaderRng
 from headrace.device import Device, Stream, open_device
 from headrace.errors import PlanError
 from headrace.schema import require_whole

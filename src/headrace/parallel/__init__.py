@@ -11,6 +11,7 @@ from headrace.lazy import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from headrace.parallel.agreement import Agreement as Agreement
     from headrace.parallel.models import Parallelism as Parallelism
     from headrace.parallel.models import device_of as device_of
     from headrace.parallel.models import eval_mode as eval_mode
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from headrace.parallel.models import unwrap as unwrap
     from headrace.parallel.models import wrap_ddp as wrap_ddp
     from headrace.parallel.ranks import SINGLE as SINGLE
-    from headrace.parallel.ranks import Agreement as Agreement
     from headrace.parallel.ranks import AllReduce as AllReduce
     from headrace.parallel.ranks import Ranks as Ranks
     from headrace.parallel.ranks import close_before_group as close_before_group

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
+
+from headrace.progress.lenient_file import LenientFile, Nowhere, is_terminal
+from headrace.progress.line_text import counted, line_of
 
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 8, 40
 # At the end of the live line. After Ctrl-C the terminal writes "^C" there, and some terminals begin
@@ -34,7 +35,7 @@ def open_display(console: Console | None, *, live: bool) -> Display:
         console = Console(
             stderr=True,
             # CI systems set FORCE_COLOR, which rich takes for a terminal.
-            force_terminal=_is_terminal(sys.stderr),
+            force_terminal=is_terminal(sys.stderr),
             force_jupyter=False,
             soft_wrap=True,
             markup=False,
@@ -47,7 +48,7 @@ def open_display(console: Console | None, *, live: bool) -> Display:
 
 def silent_console() -> Console:
     """A console that shows nothing, for every rank but the first."""
-    return Console(file=_Nowhere(), quiet=True)  # type: ignore[arg-type]
+    return Console(file=Nowhere(), quiet=True)  # type: ignore[arg-type]
 
 
 class Display:
@@ -57,7 +58,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        console.file = _LenientFile(console.file)  # type: ignore[assignment]
+        console.file = LenientFile(console.file)  # type: ignore[assignment]
 
     def open(self) -> None:
         """Call this before anything is shown."""
@@ -74,7 +75,7 @@ class Display:
 
     def show_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Show what is going on, and how far it is."""
-        self.print(_counted(text, done, total))
+        self.print(counted(text, done, total))
 
     def print_epoch(self, values: Mapping[str, Any], note: str) -> None:
         """Print the values of a finished epoch, and a note."""
@@ -116,7 +117,7 @@ class LiveDisplay(Display):
             auto_refresh=False,
             transient=True,
             # If stdout is a file, what is printed must go there, not to the terminal.
-            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stdout=is_terminal(sys.stdout),
         )
         self._task = self._progress.add_task("", visible=False)
         self._lock = threading.RLock()
@@ -145,7 +146,7 @@ class LiveDisplay(Display):
         self._show(line_of(values, self._width), done, total)
 
     def show_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        self._show(self._printable(_counted(text, done, total)), done, total)
+        self._show(self._printable(counted(text, done, total)), done, total)
 
     def print_epoch(self, values: Mapping[str, Any], note: str) -> None:
         self.print(line_of(values, self._width), "bold")
@@ -200,104 +201,6 @@ class _Bar(BarColumn):
 
 
 # --- the text of a line ---------------------------------------------------------------------------
-
-
-def line_of(values: Mapping[str, Any], width: int | None = None) -> str:
-    """The known values in one line, each after its name. Where they are wider than `width`, the
-    least important are left out."""
-    shown = [name for name in _TEXTS if values.get(name) is not None]
-    line = ""
-    for left_out in ("", *_LEAST_IMPORTANT_FIRST):
-        shown = [name for name in shown if name != left_out]
-        line = "  ".join(f"{name} {_TEXTS[name](values[name]).strip()}" for name in shown)
-        if width is None or cell_len(line) <= width:
-            break
-    return line
-
-
-def _counted(text: str, done: int | None, total: int | None) -> str:
-    """A status with its count, such as "encode train 2,000/29,000"."""
-    if done is None:
-        return text
-    return f"{text} {done:,}/{total:,}" if total else f"{text} {done:,}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.3g}"
-
-
-def _bytes(count: int) -> str:
-    return f"{count / (1 << 30):.1f}G" if count >= 1 << 30 else f"{count / (1 << 20):.0f}M"
-
-
-def _rate(per_s: float) -> str:
-    for unit, letter in ((1e6, "M"), (1e3, "k")):
-        if per_s >= unit:
-            return f"{per_s / unit:.1f}{letter}"
-    return f"{per_s:.0f}"
-
-
-_TEXTS: dict[str, Callable[[Any], str]] = {
-    "epoch": str,
-    "mem": _bytes,
-    "tok/s": _rate,
-    "loss": _loss,
-    "valid": _loss,
-    "BLEU": "{:.2f}".format,
-    "data": "{:.0%}".format,
-    "host": "{:.0%}".format,
-    "GPU": "{:.0%}".format,
-    "batch": str,
-    "time": _duration,
-    "left": _duration,
-}
-_LEAST_IMPORTANT_FIRST = (
-    *("time", "host", "data", "valid", "mem", "GPU", "BLEU", "tok/s", "batch", "left", "loss"),
-)
-
-
-class _LenientFile(io.TextIOBase):
-    """A file whose errors are ignored: if the terminal is closed, training continues."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._file.flush()
-
-    def isatty(self) -> bool:
-        return _is_terminal(self._file)
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._file, "encoding", None) or "utf-8"
-
-
-class _Nowhere(io.TextIOBase):
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-def _is_terminal(file: IO[str] | None) -> bool:
-    try:
-        return file is not None and file.isatty()
-    except ValueError:  # it is closed
-        return False
 
 
 def _undo_redirection() -> None:

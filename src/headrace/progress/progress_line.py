@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.progress.recent_loss import RecentLoss
+from headrace.progress.recent_rates import EpochPosition, RecentRates
 from headrace.progress.status_line import StatusLine
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from headrace.engine import EpochResult, Progress
 
 _MAX_DRAWING_SHARE = 0.01  # of the loop's time
-_RECENT_S = 30.0
 # Values that a caller passes at the end of an epoch, and their columns.
 _EXTRA_COLUMNS = {"valid_loss": "valid", "bleu": "BLEU", "gpu_use_share": "GPU"}
 
@@ -65,8 +64,8 @@ class ProgressLine(StatusLine):
         super().__init__(quiet, console, log_level=log_level, clock=clock, every_s=every_s)
         self._total_epochs, self._gauges, self._ends_at_s = total_epochs, gauges, ends_at_s
         self._last_batch_s = clock()
-        self._epoch = _Epoch(0, None, 0, None, self._last_batch_s)
-        self._rates = _RecentRates(self._last_batch_s)
+        self._epoch = EpochPosition(0, None, 0, None, self._last_batch_s)
+        self._rates = RecentRates(self._last_batch_s)
         self._batches_before: int | None = None  # of the epoch before
         self._between_s = 0.0  # from an epoch's last batch to the next one's beginning
         self._recent_loss = RecentLoss()
@@ -93,9 +92,9 @@ class ProgressLine(StatusLine):
         now_s = self._clock()
         if self._epoch.done:
             self._between_s = now_s - self._last_batch_s
-        self._rates.skipped_s += now_s - self._last_batch_s
+        self._rates.skip(now_s - self._last_batch_s)
         self._last_batch_s = now_s
-        self._epoch = _Epoch(epoch, batches, first_batch, limit, now_s)
+        self._epoch = EpochPosition(epoch, batches, first_batch, limit, now_s)
         self._rates.begin_epoch(now_s)
         self._stage = None
         if self._display.is_live:
@@ -105,15 +104,15 @@ class ProgressLine(StatusLine):
     def on_step(self, progress: Progress) -> None:
         """Call this after each batch, as an engine does. Most calls take less than 1 µs."""
         epoch = self._epoch
-        epoch.done = progress.batch + 1
+        epoch.reach(progress.batch + 1)
         for arrived in progress.arrived:
             loss, tokens = arrived.values.get("loss"), arrived.values.get("weight")
-            epoch.tokens += tokens or 0.0
+            epoch.add_tokens(tokens or 0.0)
             if loss is not None:
                 self._recent_loss.add(loss, 1.0 if tokens is None else tokens)
         now_s = self._clock()
         if self._stage is not None:
-            self._rates.skipped_s += now_s - self._status_since_s
+            self._rates.skip(now_s - self._status_since_s)
             self._stage = None
         self._last_batch_s = now_s
         if now_s < self._draw_at_s:
@@ -213,70 +212,6 @@ class ProgressLine(StatusLine):
         if self._ends_at_s is not None:
             left_s = min(left_s, max(0.0, self._ends_at_s - self._last_batch_s))
         return left_s
-
-
-@dataclass(slots=True)
-class _Epoch:
-    """The current epoch: its length, and how far it is."""
-
-    number: int
-    batches: int | None
-    first_batch: int
-    limit: int | None
-    begun_s: float
-    done: int = 0
-    tokens: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.done = self.first_batch
-
-    @property
-    def trained(self) -> int:
-        """Batches trained on by this process, which may have resumed the epoch."""
-        return self.done - self.first_batch
-
-
-class _RecentRates:
-    """Batches and tokens per second over the last half minute.
-
-    `skipped_s` is the time so far in which no batch was expected: it does not count.
-    """
-
-    def __init__(self, now_s: float) -> None:
-        self.skipped_s = 0.0
-        self._earlier_epochs = (0.0, 0.0)  # batches, tokens
-        self._records = deque([(now_s, 0.0, 0.0)])
-
-    def assume(self, batches_per_s: float, tokens_per_s: float) -> None:
-        """Begin as if the last half minute had had these rates."""
-        begun_s = self._records[-1][0]
-        self._records.clear()
-        for ago_s in range(round(_RECENT_S), -1, -1):
-            self._records.append((begun_s - ago_s, -ago_s * batches_per_s, -ago_s * tokens_per_s))
-
-    def begin_epoch(self, now_s: float) -> None:
-        _, batches, tokens = self._records[-1]
-        self._earlier_epochs = (batches, tokens)
-        self.record(now_s, 0, 0.0)
-
-    def record(self, now_s: float, batches: int, tokens: float) -> None:
-        """Note what this epoch has trained on so far."""
-        training_s = now_s - self.skipped_s
-        earlier_batches, earlier_tokens = self._earlier_epochs
-        self._records.append((training_s, earlier_batches + batches, earlier_tokens + tokens))
-        # One record older than half a minute stays: the rate is measured from there.
-        while len(self._records) > 2 and self._records[1][0] <= training_s - _RECENT_S:
-            self._records.popleft()
-
-    def per_second(self) -> tuple[float | None, float | None]:
-        """Batches and tokens per second; None if there were none."""
-        (first_s, *first), (last_s, *last) = self._records[0], self._records[-1]
-        if last_s <= first_s:
-            return None, None
-        batches, tokens = (
-            (new - old) / (last_s - first_s) for old, new in zip(first, last, strict=True)
-        )
-        return batches or None, tokens or None
 
 
 def _of(done: int, total: int | None) -> str:

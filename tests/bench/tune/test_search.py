@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.bench.tune.candidates import Candidate, Space
+from headrace.bench.tune.noise import MIN_NOISE, noise_of
 from headrace.bench.tune.result import sentences_of
-from headrace.bench.tune.search import (
-    MIN_NOISE,
-    Measurement,
-    NothingRuns,
-    Outcome,
-    Search,
-    SearchProgress,
-    noise_of,
-)
+from headrace.bench.tune.search import Search
+from headrace.bench.tune.trial import Measurement, NothingRuns, Outcome, SearchProgress
 from headrace.device import open_device
 from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, LoaderPlan, Plan

@@ -19,7 +19,8 @@ from headrace.bench.tune import tuning
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
-from headrace.bench.tune.search import Measurement, Search
+from headrace.bench.tune.search import Search
+from headrace.bench.tune.trial import Measurement
 from headrace.bench.works.training import ModelTraining
 from headrace.bench.works.work import Workload, work_of
 from headrace.cli import app

@@ -409,7 +409,7 @@ class TestLoaders:
         self, device: Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[int] = []
-        monkeypatch.setattr("headrace.data.source.host_rng_states", lambda: looks.append(1))
+        monkeypatch.setattr("headrace.data.loader_rng.host_rng_states", lambda: looks.append(1))
         engine = new(device)
         engine.epoch(data(6))
         assert not looks

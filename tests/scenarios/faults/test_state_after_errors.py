@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data.source import TimedIterator
+from headrace.data.timed_iterator import TimedIterator
 from headrace.device import Device, open_device
 from headrace.engine import Engine, Progress
 from headrace.engine.step.restoring import SavedBuffers

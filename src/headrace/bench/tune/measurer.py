@@ -13,7 +13,7 @@ from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.search import Measurement
+from headrace.bench.tune.trial import Measurement
 from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.plan import Plan

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.bench.tune.search import Outcome, Trial
+from headrace.bench.tune.trial import Outcome, Trial
 from headrace.lifecycle import yaml_text
 from headrace.plan import LoaderPlan, Plan
 from headrace.records import Environment, TrialRecord, TuneResult, Winner, WorkRecord

@@ -10,109 +10,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.records import Status
+from headrace.bench.tune.noise import MIN_NOISE, deviation_of, noise_of
+from headrace.bench.tune.trial import (
+    Measurement,
+    NothingRuns,
+    Outcome,
+    SearchProgress,
+    Stopped,
+    Trial,
+)
 
-#: Medians that differ by less count as equal, even on an idle machine.
-MIN_NOISE = 0.01
 #: After each of the first turns, by how much a candidate may trail the leader.
 MARGINS = (0.15, 0.07)
 _UNDECIDED = 0.03  # what a gain must exceed if the time is up in the middle of a stage
 _FIRST_RUNS = 3  # of the first plan, to estimate the noise
 _MAX_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One timed run of a candidate, or why there was none.
-
-    `units_per_step` are samples or tokens. `failed` is an error in one line, `out_of_memory` the
-    message if it did not fit, `unequal` how its losses differ from the reference's. `took_s` is the
-    time since the previous measurement ended, which includes warming up and stopping workers.
-    """
-
-    ms_per_step: float | None
-    units_per_step: float = 1.0
-    peak_memory_bytes: int | None = None
-    out_of_memory: str | None = None
-    failed: str | None = None
-    unequal: str | None = None
-    took_s: float = 0.0
-
-
-@dataclass
-class Trial:
-    """All runs of one candidate, in milliseconds per step, and how it ended."""
-
-    number: int
-    candidate: Candidate
-    ms: list[float] = field(default_factory=list)
-    units_per_step: float = 1.0
-    peak_memory_bytes: int | None = None
-    status: Status | None = None
-    why: str = ""
-
-    def add(self, found: Measurement) -> None:
-        if found.peak_memory_bytes is not None:
-            self.peak_memory_bytes = max(self.peak_memory_bytes or 0, found.peak_memory_bytes)
-        if found.out_of_memory is not None:
-            self.end("out of memory", found.out_of_memory)
-        elif found.failed is not None:
-            self.end("failed", found.failed)
-        elif found.unequal is not None:
-            self.end("failed", f"losses differ from the first plan's: {found.unequal}")
-        elif found.ms_per_step is not None:
-            self.units_per_step = found.units_per_step
-            self.ms.append(found.ms_per_step)
-
-    def end(self, status: Status, why: str) -> None:
-        self.status = status
-        self.why = why
-
-    @property
-    def can_run(self) -> bool:
-        """Whether it has not failed, nor run out of memory."""
-        return self.status not in ("out of memory", "failed")
-
-    @property
-    def ms_per_step(self) -> float | None:
-        """The median of its runs; None if it never ran."""
-        return statistics.median(self.ms) if self.ms else None
-
-
-@dataclass(frozen=True, slots=True)
-class SearchProgress:
-    """How far the search is, for a progress line. `done` counts runs; `left_s` is what remains of
-    the time limit, None without one."""
-
-    stage: str
-    candidate: Candidate
-    steps: int
-    done: int
-    left_s: float | None
-    best: Trial | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a search ended. `noise` is the share by which two candidates may differ by chance,
-    `ended_by` what ended the search early: "time limit", or a signal's name."""
-
-    trials: tuple[Trial, ...]
-    winner: Trial
-    first: Trial
-    noise: float
-    ended_by: str | None
-
-
-class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the workload
-    """Not even the first plan runs. The message is its error."""
-
-
-class Stopped(Exception):  # noqa: N818 - not an error: `measure` raises it to end the search
-    """The user, or the time limit, ended the search. The message says which."""
 
 
 class Search:
@@ -253,7 +167,7 @@ class Search:
                 why = f"the same as {chosen.candidate.name} within noise" if same else "slower"
                 trial.end("same as winner" if same else "slower", why)
                 self._release(trial.candidate)
-        chosen.status = None  # a first plan that had lost may win the last comparison
+        chosen.reopen()  # a first plan that had lost may win the last comparison
         return chosen
 
     def _series(self) -> list[list[float]]:
@@ -306,21 +220,3 @@ class Search:
                 if behind > noise:
                     trial.end("slower", f"{behind:.1%} behind {winner.candidate.name}")
         return Outcome(measured, winner, first, noise, ended_by)
-
-
-def deviation_of(runs: Iterable[Sequence[float]]) -> float:
-    """The relative standard deviation between runs. Each sequence holds one candidate's runs."""
-    variances = [
-        statistics.variance(times) / statistics.mean(times) ** 2
-        for times in runs
-        if len(times) >= 2
-    ]
-    # A mean would follow a single disturbed run.
-    return math.sqrt(statistics.median(variances)) if variances else 0.0
-
-
-def noise_of(runs: Iterable[Sequence[float]], repeats: int) -> float:
-    """By what share two medians of `repeats` runs may differ by chance: two standard deviations of
-    the difference."""
-    # The standard error of a median is 1.25 times that of a mean.
-    return max(MIN_NOISE, 2 * 1.2533 * deviation_of(runs) * math.sqrt(2 / repeats))

@@ -20,8 +20,9 @@ from headrace.bench.environment import environment_of
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
-from headrace.bench.tune.search import Measurement, NothingRuns, Search, SearchProgress, Stopped
+from headrace.bench.tune.search import Search
 from headrace.bench.tune.settings import TuneSettings
+from headrace.bench.tune.trial import Measurement, NothingRuns, SearchProgress, Stopped
 from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Workload
 from headrace.device import Device, open_device

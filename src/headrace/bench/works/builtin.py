@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from headrace.bench.works.parameters import settable
 from headrace.bench.works.resnet import ResNet
 from headrace.bench.works.training import ModelTraining
-from headrace.bench.works.work import Unit, Workload, settable, work_of
+from headrace.bench.works.work import Unit, Workload, work_of
 from headrace.errors import WorkOptionError
 from headrace.schema import require_whole
 from headrace.translation import EOS, ModelSettings, Translator, translation_loss
@@ -40,7 +41,7 @@ class BuiltIn:
         name, defaults = self.build.__name__, self.build.__kwdefaults__ or {}
         for option in settable(self.build):
             if option in options:
-                _check_option(name, option, options[option], defaults[option])
+                check_option(name, option, options[option], defaults[option])
         work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
         description = self.description.format(**work.options)
         return Workload(name, description, self.unit, self.build, work.options, work.where)
@@ -217,7 +218,7 @@ def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
-def _check_option(work: str, name: str, value: object, default: object) -> None:
+def check_option(work: str, name: str, value: object, default: object) -> None:
     """Raise unless an option has its default's type. Counts must be at least 1, `workers` at least
     0."""
     if isinstance(default, str):

@@ -23,49 +23,28 @@ from headrace.plan import Plan
 
 
 class ModelTraining(NamedTuple):
-    """A model, its optimizer and loss function, and a loader that each epoch iterates anew."""
+    """A model, its optimizer and loss function, and a loader that each epoch iterates anew. With a
+    `carry`, the loss function carries state from batch to batch; that is the first state."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loss: LossFunction
     loader: Iterable[Any]
+    carry: Any = None
 
     def on(self, device: Device) -> ModelTraining:
         """The same on a device, in training mode."""
-        _place(device, self.model, self.loss)
-        return self
+        self.model.to(device.torch_device)
+        self.model.train()
+        if isinstance(self.loss, torch.nn.Module):
+            self.loss.to(device.torch_device)
+        return self._replace(carry=_carry_on(device, self.carry))
 
     def engine(self, device: Device, plan: Plan, *, deterministic: bool) -> Engine:
         return Engine(
             self.model,
             self.optimizer,
             self.loss,
-            plan=plan,
-            device=device,
-            deterministic=deterministic,
-        )
-
-
-class CarryTraining(NamedTuple):
-    """A model whose loss function carries state from batch to batch; `carry` is the first state."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Callable[[Any, Any, Any], Any]
-    loader: Iterable[Any]
-    carry: Any
-
-    def on(self, device: Device) -> CarryTraining:
-        """The same on a device, in training mode."""
-        _place(device, self.model, self.loss)
-        return self._replace(carry=_carry_on(device, self.carry))
-
-    def engine(self, device: Device, plan: Plan, *, deterministic: bool) -> Engine:
-        loss: Any = self.loss
-        return Engine(
-            self.model,
-            self.optimizer,
-            loss,
             plan=plan,
             device=device,
             carry=self.carry,
@@ -106,20 +85,13 @@ class StepTraining(NamedTuple):
         return StepState.find(device, self.step)
 
 
-Made = ModelTraining | CarryTraining | StepTraining
-
-
-def _place(device: Device, model: torch.nn.Module, loss: object) -> None:
-    model.to(device.torch_device)
-    model.train()
-    if isinstance(loss, torch.nn.Module):
-        loss.to(device.torch_device)
+Made = ModelTraining | StepTraining
 
 
 def _carry_on(device: Device, carry: Any) -> Any:
     """The first state, on a device. A function that makes it from a batch stays as it is."""
     if isinstance(carry, Carry):
         return replace(carry, initial=_carry_on(device, carry.initial))
-    if callable(carry):
+    if carry is None or callable(carry):
         return carry
     return rebuild_batch(carry, [leaf.to(device.torch_device) for leaf in flatten_batch(carry)])
