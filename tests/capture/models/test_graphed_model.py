@@ -28,6 +28,7 @@ What must be right, and the test that fails without it; those of other files wit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,19 +128,19 @@ def test_shapes_in_turns_share_the_gradients(capturing: Device) -> None:
     assert report.parts[1].captures == 1  # one set of gradient buffers: one graph of the update
 
 
-@pytest.mark.parametrize("calls", [2, 3, 5])
+@pytest.mark.parametrize("calls", [2, 3, 9])
 def test_several_calls_before_one_backward(capturing: Device, calls: int) -> None:
     """Each waiting call has memory of its own, and what has none runs eagerly."""
 
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([model(x * n).square().mean() for n in range(1, calls + 1)]).sum()
 
-    if calls > 2:  # sums of more than two gradients are rounded in the eager order only
+    if calls > 8:  # gradients of an eager call are added at another time
         loss_of = separately(calls)
     report = compare(capturing, lambda device: made(device, small(), loss_of))
     assert replays(report) > 0
-    if calls == 5:
-        assert report.parts[0].eager["3 calls wait for their backward already"] > 0
+    assert ("8 calls wait for their backward already" in report.parts[0].eager) == (calls == 9)
+    assert ("in another order" in str(report.parts[0].rounding)) == (calls == 9)
 
 
 def separately(calls: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
@@ -569,6 +570,16 @@ def test_tied_weights_and_autocast(capturing: Device) -> None:
     assert replays(compare(capturing, lambda device: made(device, Tied(), loss_of))) == 5
 
 
+def test_calls_whose_gradients_are_sums_say_how_they_round(capturing: Device) -> None:
+    """The plain loop adds all four gradients of the weight in turn, two graphs two of each."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return squares(model, x) + squares(model, x * 2)
+
+    report = compare(capturing, lambda device: made(device, Tied(), loss_of), exact=False)
+    assert "use a weight more than once" in str(report.parts[0].rounding)
+
+
 class Attention(nn.Module):
     """Attention with dropout, after layers that the backward recomputes if it `checkpoints`."""
 
@@ -831,6 +842,39 @@ def test_graphs_are_dropped_while_a_call_waits(capturing: Device) -> None:
         return (model,), step
 
     assert replays(compare(capturing, make, 9)) > 6
+
+
+def test_weights_that_are_swapped_in_each_step(capturing: Device) -> None:
+    """As sharpness-aware optimizers swap them: no graph is captured again and again."""
+
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+
+        def step(at: int) -> Any:
+            for weight in model.parameters():
+                weight.data = weight.data.clone()
+            loss = squares(model, batch(device, at))
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        return (model,), step
+
+    report = compare(capturing, make, 12)
+    assert "'0.weight' of it gets other memory, as p.data = …" in str(report.parts[0].why)
+    assert report.parts[0].captures == 0
+
+
+def test_a_weight_that_hooks_make_is_no_tensor_of_another_device(capturing: Device) -> None:
+    """Until the first call, it is where it was made."""
+
+    def make(device: Device) -> Made:
+        with warnings.catch_warnings(action="ignore"):
+            layer = nn.utils.weight_norm(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+        return made(device, nn.Sequential(layer), squares)
+
+    report = compare(capturing, make, 4)
+    assert "parametrizations.weight_norm" in str(report.parts[0].why)
 
 
 def test_a_model_on_another_device_is_eager(capturing: Device) -> None:

@@ -245,6 +245,32 @@ def test_gradients_of_an_eager_model_are_copied(
     assert (part.why, part.replays > 10) == (None, True)
 
 
+@pytest.mark.parametrize("eager_scale", [False, True])
+def test_tasks_in_turns_have_a_graph_each(capturing: Device, eager_scale: bool) -> None:
+    """Each step trains another head, and a scale with an eager gradient, or none."""
+
+    def make(device: Device) -> Made:
+        where = device.torch_device
+        body, heads = small(4, 4).to(where), [small(4, 2).to(where) for _ in range(3)]
+        scale = torch.nn.Parameter(torch.ones((), device=where))
+        optimizer = fused(body, *heads)
+        optimizer.add_param_group({"params": [scale]})
+
+        def step(at: int) -> Any:
+            out = heads[at % 3](body(batch(device, at)))
+            loss = (out * scale if eager_scale else out).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return (body, *heads, optimizer), step
+
+    report = compare(capturing, make, 30)
+    part = report.parts[-1]
+    assert (part.why, part.captures, part.replays > 6) == (None, 3, True)
+
+
 def test_an_update_that_writes_to_its_gradients_is_not_given_copies(capturing: Device) -> None:
     class Decaying(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:

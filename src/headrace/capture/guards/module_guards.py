@@ -134,9 +134,17 @@ class ModuleGuards:
         registered = map(operator.is_, self._now_registered(), self._registered_values)
         if any(self._empty) or not all(registered):
             return "its modules, parameters or buffers are replaced"
-        if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
-            return "its parameters or buffers move to other memory"
+        for tensor, address in zip(self.tensors, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                return (
+                    f"{self._name(tensor)} of it gets other memory, as p.data = … gives it: write "
+                    "to it in place, with p.data.copy_(…)"
+                )
         return "its hooks change"
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        named = (*self.modules[0].named_parameters(), *self.modules[0].named_buffers())
+        return next((repr(name) for name, one in named if one is tensor), "a tensor")
 
     @contextmanager
     def aliases(self) -> Iterator[list[torch.Tensor]]:

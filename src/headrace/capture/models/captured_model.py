@@ -43,7 +43,8 @@ class CallKind:
     """Calls that can share a graph, and what those that ran eagerly have shown. `strides` are those
     of the outputs' gradients, `backwards` the backwards that have run, in each the outputs that had
     a gradient. `kept_bytes` is the memory that a call keeps until its backward, `draws` whether it
-    draws random numbers, and `writes` a buffer that it writes and may read."""
+    draws random numbers, `writes` a buffer that it writes and may read, and `sums` whether the
+    gradient of a parameter is a sum."""
 
     key: CallKey
     uses: int = 0
@@ -52,6 +53,7 @@ class CallKind:
     kept_bytes: int = 0
     draws: bool = False
     writes: str | None = None
+    sums: bool = False
 
     def note_use(self) -> None:
         self.uses += 1
@@ -76,6 +78,9 @@ class CallKind:
         if known < _MAX_BACKWARDS:
             self.backwards[key] = key
         return known < _MAX_BACKWARDS
+
+    def note_sums(self, sums: bool) -> None:
+        self.sums = sums
 
     def distinct_backwards(self) -> list[BackwardKey]:
         return list(dict.fromkeys(self.backwards.values()))[:_MAX_BACKWARDS]

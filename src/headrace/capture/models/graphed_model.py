@@ -16,7 +16,7 @@ from headrace.capture.guards.obstacles import require_no_obstacle, state_obstacl
 from headrace.capture.models.captured_model import BackwardKey, CallKind, CapturedModel
 from headrace.capture.models.checked_call import CheckedCall
 from headrace.capture.models.eager import running_inside, why_eager_now, why_never, why_not_yet
-from headrace.capture.models.lanes import MAX_LANES, Lane, ModelLanes
+from headrace.capture.models.lanes import Lane, ModelLanes
 from headrace.capture.models.model_backward import ModelBackward
 from headrace.capture.models.model_capture import ModelCapture
 from headrace.capture.models.model_state import ModelState
@@ -175,6 +175,8 @@ class GraphedModel:
 
     def report(self) -> PartReport:
         """What became of the model."""
+        if self.part.captures:
+            self.part.note_rounding(join_reasons(self.trials.rounding, self._lanes.rounding))
         return self.part.report()
 
     def is_pending(self) -> bool:
@@ -196,8 +198,8 @@ class GraphedModel:
         kind.note_use()
         if not kind.backwards and kind.uses <= self._options.after + _MAX_WAIT_FOR_BACKWARD:
             return NO_GRADIENT
-        if lane is None and len(self._lanes) == MAX_LANES:
-            return f"{MAX_LANES} calls wait for their backward already"
+        if lane is None and self._lanes.is_full(kind):
+            return f"{len(self._lanes)} calls wait for their backward already"
         if self._lanes.count_graphs() >= self._options.shapes:
             return f"{self._options.shapes} graphs are in use for other shapes"
         try:
@@ -217,9 +219,7 @@ class GraphedModel:
         capture = ModelCapture(self._step, state, kind, *self.trials.known_of(kind), pools)
         capture.require_memory()
         with self.part.capturing(), self.trials.answering_in_capture():
-            graph = capture.run(call, leaves)
-        self.part.note_rounding(join_reasons(self.trials.rounding, self._lanes.rounding))
-        return graph
+            return capture.run(call, leaves)
 
     def _replay(self, lane: Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
         step = self._step

@@ -16,8 +16,10 @@ import torch
 from headrace.capture.models.captured_model import CallKind, CapturedModel
 from headrace.device import Device, Stream
 
-# Calls that may wait for their backward at once and still be replays.
-MAX_LANES = 3
+# Calls that may wait for their backward at once and still be replays. In the plain loop they keep
+# as much memory, but not beyond the step: so there are more lanes if all of them need little.
+_MAX_LANES, _MAX_SMALL_LANES = 3, 8
+_SMALL_BYTES = 256_000_000
 
 
 class Ticket:
@@ -80,8 +82,9 @@ class ModelLanes:
         # Of graphs that are dropped, but have calls that wait.
         self._dropped: list[Lane] = []
         self._backward_pool: object | None = None
-        # Whether calls of one autocast block have waited at once for their backward.
-        self._shared_casts = False
+        # Whether calls of one autocast block have waited at once for their backward, and whether
+        # more calls have waited than get lanes.
+        self._shared_casts = self._was_full = False
 
     def find(self, kind: CallKind) -> tuple[Lane | None, CapturedModel | None]:
         """A lane whose calls have all had their backward, and its graph for calls of this kind, if
@@ -102,6 +105,14 @@ class ModelLanes:
         self._lanes.append(Lane(self._device.graph_pool()))
         return self._lanes[-1]
 
+    def is_full(self, kind: CallKind) -> bool:
+        """Whether a call of this kind, which finds no lane free, gets none."""
+        count = len(self._lanes)
+        is_small = (count + 1) * kind.kept_bytes <= _SMALL_BYTES
+        full = count >= (_MAX_SMALL_LANES if is_small else _MAX_LANES)
+        self._was_full |= full
+        return full
+
     def backward_pool(self) -> object:
         if self._backward_pool is None:
             self._backward_pool = self._device.graph_pool()
@@ -109,13 +120,21 @@ class ModelLanes:
 
     @property
     def rounding(self) -> str | None:
-        """Why last digits differ from the plain loop's, which casts a weight once a block."""
-        if not self._shared_casts:
+        """Why last digits differ from the plain loop's, which casts a weight once a block, and adds
+        all of a weight's gradients in turn."""
+        if self._shared_casts:
+            return (
+                "it is called several times in one autocast block, and each call casts the weights "
+                "anew, so the last digits differ from the plain loop's"
+            )
+        kinds = [kind for lane in self._lanes[1:] for kind in lane.graphs]
+        if self._was_full:
+            why = "more of its calls wait for one backward than have graphs"
+        elif any(kind.sums for kind in kinds):
+            why = "several of its calls wait for one backward, and use a weight more than once"
+        else:
             return None
-        return (
-            "it is called several times in one autocast block, and each call casts the weights "
-            "anew, so the last digits differ from the plain loop's"
-        )
+        return f"{why}: gradients are added in another order, so the last digits may differ"
 
     def __len__(self) -> int:
         return len(self._lanes)

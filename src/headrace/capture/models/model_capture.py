@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,8 @@ class ModelCapture:
         if not numbers:
             return {}
         sources = {id(one) for one in (*own, *aliases) if one.requires_grad}
-        _require_own_leaves([outputs[number] for number in numbers], sources)
+        uses = _require_own_leaves([outputs[number] for number in numbers], sources)
+        self.kind.note_sums(max(uses.values(), default=0) > 1)
         present = KernelSettings(self.step.device)
         keys = self.kind.distinct_backwards()
         keys = keys or [BackwardKey(numbers, present.without_autocast())]
@@ -183,10 +185,12 @@ def _gradient_like(output: torch.Tensor, strides: tuple[int, ...] | None) -> tor
     return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-def _require_own_leaves(outputs: list[torch.Tensor], own: set[int]) -> None:
-    """Raise if gradients would flow to a tensor that is neither a parameter nor an argument."""
+def _require_own_leaves(outputs: list[torch.Tensor], own: set[int]) -> Counter[Any]:
+    """Raise if gradients would flow to a tensor that is neither a parameter nor an argument.
+    Returns how many gradients each node of these adds up."""
     todo: list[Any] = [one.grad_fn for one in outputs]
     seen: set[Any] = set()
+    uses: Counter[Any] = Counter()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -198,4 +202,7 @@ def _require_own_leaves(outputs: list[torch.Tensor], own: set[int]) -> None:
                 f"it uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is "
                 "none of its parameters: register it as one"
             )
-        todo += [one for one, _ in node.next_functions]
+        following = [one for one, _ in node.next_functions if one is not None]
+        uses.update(one for one in following if getattr(one, "variable", None) is not None)
+        todo += following
+    return uses

@@ -38,7 +38,10 @@ class PartReport:
         if self.captures:
             lines[0] += f", {self.captures} captures, {self.memory_bytes / 1e6:,.0f} MB"
         if not self.replays and not self.eager and self.why is None:
-            lines.append("  has not been called, or only inside compiled code")
+            lines.append(
+                "  has not been called, or only inside compiled code: a model's methods besides "
+                "forward, and an optimizer's besides step, run eagerly"
+            )
         if self.why is not None:
             lines.append(f"  runs eagerly, because {self.why}")
         lines += [

@@ -8,6 +8,7 @@ that a graph belongs to. Only while the step is captured do the groups hold what
 from __future__ import annotations
 
 import operator
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,9 +32,11 @@ from headrace.errors import CaptureError
 
 _GRADIENT = operator.attrgetter("grad")
 _MAX_GRAPHS = 8
+# So many kinds of steps may come in turns: a loop may train one of its tasks after another.
+_MAX_CYCLE = 8
 # After this many steps in a row with settings or gradients of their own, none is captured any more.
 _MAX_UNSETTLED = 20
-# After this many in a row in which only the gradients' memory is another, they are copied.
+# After this many in which only the gradients' memory is another, they are copied.
 _MOVES_BEFORE_COPIES = 5
 
 
@@ -114,9 +117,8 @@ class GraphedUpdate:
             else:
                 return NEW_GRADIENTS
         except CaptureError as problem:
-            why = describe_failure(problem)
-            self.give_up(why)
-            return why
+            self.give_up(describe_failure(problem))
+            return describe_failure(problem)
         return graph
 
     def _capture(self, *, copied: bool = False) -> CapturedUpdate:
@@ -183,15 +185,15 @@ class _Basis:
 
 
 class _Settling:
-    """Which steps may be captured: those that have the settings and the gradients of the step
-    before, or its settings again and again while the gradients' memory is always another. The first
-    steps, `early` in number, may not."""
+    """Which steps may be captured: those that have the settings and the gradients of one of the
+    last steps, or settings that come again and again while the gradients' memory is always another.
+    The first steps, `early` in number, may not."""
 
     def __init__(self, early: int) -> None:
         self._early = early
-        self._last: tuple[Hashable, list[int]] | None = None
-        self._unsettled = self._moves = 0
-        self._last_copied: Hashable = None
+        self._last: deque[tuple[Hashable, list[int]]] = deque(maxlen=_MAX_CYCLE)
+        self._unsettled = 0
+        self._moves: Counter[Hashable] = Counter()
 
     def is_early(self) -> bool:
         """Whether this step is one of the first. Counts it."""
@@ -200,10 +202,10 @@ class _Settling:
 
     def has_settled(self, key: Hashable, gradients: list[Any]) -> bool:
         """Whether a step that has no graph may get one."""
-        last, self._last = self._last, (key, list(map(id, gradients)))
-        if last == self._last:
+        if (now := (key, list(map(id, gradients)))) in self._last:
             self._unsettled = 0
             return True
+        self._last.append(now)
         self._unsettled += 1
         if self._unsettled >= _MAX_UNSETTLED:
             raise CaptureError(
@@ -215,12 +217,14 @@ class _Settling:
     def only_gradients_move(self, key: Hashable) -> bool:
         """Whether a step that has not settled may be captured with copies of its gradients. `key`
         is what such a graph depends on."""
-        last, self._last_copied = self._last_copied, key
-        self._moves = self._moves + 1 if last == key else 0
-        return self._moves >= _MOVES_BEFORE_COPIES
+        if len(self._moves) > _MAX_UNSETTLED:
+            self._moves.clear()
+        self._moves[key] += 1
+        return self._moves[key] > _MOVES_BEFORE_COPIES
 
     def forget(self) -> None:
-        self._last = self._last_copied = None
+        self._last.clear()
+        self._moves.clear()
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
