@@ -61,7 +61,9 @@ from headrace.translation.observers import (
     new_progress,
     new_watchdog,
 )
-from headrace.translation.trainer import Checkpoints, EpochLoss, TrainingLoop, Validation
+from headrace.translation.run_checkpoints import Checkpoints, EpochLoss
+from headrace.translation.training_loop import TrainingLoop
+from headrace.translation.validation import Validation
 from headrace.translation.weights import WeightFiles
 from translation import first_pairs, four, paragraphs
 

@@ -25,7 +25,7 @@ from measuring import header, save, table
 from headrace.device import open_device
 from headrace.parallel import SINGLE
 from headrace.translation import TrainSettings, prepared_for
-from headrace.translation.build import batch_tokens
+from headrace.translation.batching import batch_tokens
 from headrace.translation.plan_choice import LoaderPlan, _seconds_under_graph, choose_plan
 from headrace.translation.run_size import compiling
 from translation import first_pairs, headrace, metrics, rate_of

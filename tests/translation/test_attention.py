@@ -18,13 +18,11 @@ from headrace.engine import Engine
 from headrace.errors import TranslationError
 from headrace.translation import ModelSettings, Translator, attention, translation_loss
 from headrace.translation.attention import BLOCK, attend, blocks_of
-from headrace.translation.corpus.batches import BatchSpec, PaddedBatches
+from headrace.translation.corpus.division import BatchSpec
 from headrace.translation.corpus.encoded import IdPairs
-from headrace.translation.corpus.packed import (
-    PackedBatch,
-    PackedPlan,
-    packed_size,
-)
+from headrace.translation.corpus.loader import PaddedBatches
+from headrace.translation.corpus.packed import PackedPlan, packed_size
+from headrace.translation.corpus.packed_batch import PackedBatch
 from headrace.translation.corpus.vocabulary import EOS, PAD
 from support.translation.id_pairs import random_pairs
 

@@ -16,7 +16,8 @@ from headrace.errors import TranslationError
 from headrace.fake import FakeDevice
 from headrace.translation import EOS, MODEL_PRESETS, ModelSettings, Translator, translation_loss
 from headrace.translation.corpus.vocabulary import BOS, PAD
-from headrace.translation.model import _ReluDropout, sinusoids
+from headrace.translation.layers import _ReluDropout
+from headrace.translation.model import sinusoids
 
 SMALL = ModelSettings(16, 4, 2, 2, 24, 0.0, max_length=20)
 TINY = SMALL.replace(

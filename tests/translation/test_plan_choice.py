@@ -13,8 +13,16 @@ from headrace.device import open_device
 from headrace.errors import TranslationError
 from headrace.fake import FakeDevice
 from headrace.parallel import SINGLE
-from headrace.translation import Trainer, TrainSettings, plan_choice, prepared_for, trainer
-from headrace.translation.build import build_run, why_padded
+from headrace.translation import (
+    Trainer,
+    TrainSettings,
+    choices,
+    plan_choice,
+    prepared_for,
+    trainer,
+)
+from headrace.translation.batching import why_padded
+from headrace.translation.build import build_run
 from headrace.translation.plan_choice import PlanChoice, choose_plan
 from headrace.translation.run_size import parameter_count, planned_parameters
 from support.translation.id_pairs import random_pairs
@@ -143,8 +151,8 @@ def test_a_run_says_its_plan(
 def test_a_resumed_run_keeps_its_plan(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = iter([PlanChoice("event", "a reason")])
-    monkeypatch.setattr(trainer, "choose_plan", lambda *_: next(choices))
+    answers = iter([PlanChoice("event", "a reason")])
+    monkeypatch.setattr(choices, "choose_plan", lambda *_: next(answers))
     built: list[str] = []
 
     def noting_build(settings: TrainSettings, *arguments: Any, **options: Any) -> Any:

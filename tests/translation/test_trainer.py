@@ -22,12 +22,18 @@ from headrace.errors import HeadraceError, TranslationError
 from headrace.fake import FakeDevice
 from headrace.lifecycle import read_metrics
 from headrace.plan import load_plan
-from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
-from headrace.translation import trainer as trainer_module
+from headrace.translation import (
+    TrainedModel,
+    Trainer,
+    TrainResult,
+    TrainSettings,
+    announcements,
+    prepared_for,
+)
 from headrace.translation.build import build_run
 from headrace.translation.corpus.batches import BatchPlan
 from headrace.translation.corpus.packed import PackedPlan
-from headrace.translation.trainer import EpochLoss
+from headrace.translation.run_checkpoints import EpochLoss
 from headrace.translation.weights import load_weights
 from support.processes.forked import run_python
 from support.translation.trainers import SMALL, new, weights_of
@@ -99,7 +105,7 @@ class TestResume:
         assert epochs(found) == epochs(expected)
 
     @pytest.mark.parametrize("save_every", [0, 1000])
-    @pytest.mark.parametrize("where", ["WeightFiles.keep", "TrainResult.store"])
+    @pytest.mark.parametrize("where", ["weights.WeightFiles.keep", "result.TrainResult.store"])
     def test_killed_after_the_metrics_line_and_before_the_checkpoint(
         self,
         corpus: Path,
@@ -115,11 +121,11 @@ class TestResume:
             raise SystemExit
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"headrace.translation.trainer.{where}", die)
+            patch.setattr(f"headrace.translation.{where}", die)
             with pytest.raises(SystemExit):
                 dead.run()
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
-        assert ("epoch" if where.startswith("Weight") else "valid") in lines
+        assert ("epoch" if where.startswith("weights") else "valid") in lines
         found = Trainer.resume(dead.folder.path, cache=corpus / "cache", quiet=True).run()
         assert epochs(found) == epochs(whole)
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
@@ -170,7 +176,7 @@ class TestResume:
         capfd: pytest.CaptureFixture[str],
     ) -> None:
         """Between two batches of a group, too."""
-        monkeypatch.setattr(trainer_module, "_DENSE_TOKENS", 50)
+        monkeypatch.setattr(announcements, "_DENSE_TOKENS", 50)
         options: dict[str, Any] = {"packed": "on", "tokens": 100, "accumulate": 2}
         expected = new(corpus, tmp_path, "whole", **options).run()
         trainer = new(corpus, tmp_path, "stopped", **options)
@@ -421,7 +427,7 @@ class TestSettings:
             ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\)"),
             ({"epochs": 0}, "epochs = 0: expected a whole number from 1"),
             ({"preset": "tinny"}, r"preset = 'tinny' \(did you mean 'tiny'\?\): expected tiny"),
-            ({"dropout": 1.5}, "dropout = 1.5: expected a number from 0 to 1"),
+            ({"dropout": 1.5}, "dropout = 1.5: expected a number from 0 to 0.999"),
             ({"joint": "yes"}, "joint = 'yes': expected true or false"),
             ({"data": 5}, "data = 5: expected a path, or a list of them"),
             ({"data": ["a", None]}, "expected a path, or a list of them"),

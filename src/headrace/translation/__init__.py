@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from headrace.translation.corpus.batches import BatchPlan as BatchPlan
     from headrace.translation.corpus.corpus import Corpus as Corpus
     from headrace.translation.corpus.corpus import ScoredPairs as ScoredPairs
-    from headrace.translation.corpus.corpus import describe_shared as describe_shared
     from headrace.translation.corpus.corpus import read_corpus as read_corpus
     from headrace.translation.corpus.corpus import read_scored_pairs as read_scored_pairs
+    from headrace.translation.corpus.corpus_report import describe_shared as describe_shared
     from headrace.translation.corpus.prepare import check_data as check_data
     from headrace.translation.corpus.prepare import prepared_for as prepared_for
     from headrace.translation.corpus.prepared import Prepared as Prepared
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from headrace.translation.export import export_ctranslate2 as export_ctranslate2
     from headrace.translation.loss import translation_loss as translation_loss
     from headrace.translation.model import EOS as EOS
-    from headrace.translation.model import MODEL_PRESETS as MODEL_PRESETS
-    from headrace.translation.model import ModelSettings as ModelSettings
     from headrace.translation.model import Translator as Translator
+    from headrace.translation.model_settings import MODEL_PRESETS as MODEL_PRESETS
+    from headrace.translation.model_settings import ModelSettings as ModelSettings
     from headrace.translation.result import TrainResult as TrainResult
     from headrace.translation.result import stored_result as stored_result
     from headrace.translation.saved_model import LengthCounts as LengthCounts

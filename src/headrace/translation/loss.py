@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from headrace.translation.corpus.packed import PackedBatch
+from headrace.translation.corpus.packed_batch import PackedBatch
 from headrace.translation.corpus.vocabulary import PAD
 
 # The largest part of the logits that is converted to float32 at once: 256 MB, which is 2,048 tokens

@@ -146,3 +146,13 @@ def batches_left(settings: TrainSettings, engine: Engine, batches: int, batch: i
         return left
     in_group = (batch + 1) % settings.accumulate
     return min(left, (settings.max_steps - engine.updates) * settings.accumulate - in_group)
+
+
+def is_done(settings: TrainSettings, engine: Engine) -> bool:
+    """Whether all epochs or updates of a run have been trained."""
+    return engine.epochs >= settings.epochs or updates_left(settings, engine) == 0
+
+
+def updates_left(settings: TrainSettings, engine: Engine) -> int | None:
+    limit = settings.max_steps
+    return None if limit is None else max(0, limit - engine.updates)

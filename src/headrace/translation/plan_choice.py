@@ -15,7 +15,7 @@ import torch
 from headrace.device import Device
 from headrace.parallel import Ranks
 from headrace.plan import PLAN_VARIABLE, PRESETS, LoaderPlan, Plan
-from headrace.translation.build import batch_tokens, why_padded
+from headrace.translation.batching import batch_tokens, why_padded
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.run_size import about, compiling, planned_parameters, training_seconds
 from headrace.translation.settings import TrainSettings

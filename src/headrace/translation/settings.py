@@ -14,7 +14,7 @@ from headrace.schema import Checked, choice, number, quoted, read_yaml, refuse_u
 
 if TYPE_CHECKING:
     from headrace.device import Device
-    from headrace.translation.model import ModelSettings
+    from headrace.translation.model_settings import ModelSettings
 
 _MAX_COUNT = 1 << 40
 _BY_PRESET = "set by --preset"
@@ -246,7 +246,7 @@ class TrainSettings(Checked):
         Raises if the preset is "auto": the trainer chooses one when it has read the corpus.
         """
         # Late, because --help must not import PyTorch.
-        from headrace.translation.model import ModelSettings
+        from headrace.translation.model_settings import ModelSettings
 
         if self.preset == "auto":
             raise TranslationError(

@@ -34,9 +34,10 @@ from headrace.errors import (
 )
 from headrace.lifecycle import MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import Trainer, TrainSettings
-from headrace.translation.corpus.batches import PaddedBatches
+from headrace.translation.corpus.loader import PaddedBatches
+from headrace.translation.ending import exit_after_grace
 from headrace.translation.loss import TranslationLoss
-from headrace.translation.trainer import EpochLoss, exit_after_grace
+from headrace.translation.run_checkpoints import EpochLoss
 from support.paths import BENCHMARKS
 from support.processes.forked import HEADRACE, Forked, child_processes
 from support.translation.trainers import SMALL, new, weights_of
@@ -443,7 +444,7 @@ class TestStopping:
     ) -> None:
         codes: list[int] = []
         told: list[str] = []
-        monkeypatch.setattr("headrace.translation.trainer.exit_with_children", codes.append)
+        monkeypatch.setattr("headrace.translation.ending.exit_with_children", codes.append)
         exit_after_grace(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]

@@ -22,7 +22,7 @@ from headrace.errors import StepError
 from headrace.fake import FakeDevice
 from headrace.plan import PRESETS, Plan, load_plan
 from headrace.translation import TrainSettings
-from headrace.translation.build import _resolve_plans
+from headrace.translation.batching import resolve_plans
 from support.processes.forked import run_python
 from support.training.devices import needs_cuda
 from support.training.engines import data, loss, make_model, same, weights
@@ -152,7 +152,7 @@ class TestPrecision:
         path = tmp_path / "plan.yaml"
         path.write_text("plan: pipeline\n")
         settings = TrainSettings(plan=str(path) if plan == "plan.yaml" else plan)
-        assert _resolve_plans(settings, open_device("cpu"))[0].precision == "fp32"
+        assert resolve_plans(settings, open_device("cpu"))[0].precision == "fp32"
 
     @pytest.mark.parametrize("precision", [None, "fp32"])
     def test_all_rows_of_a_bench_compute_alike(self, precision: str | None) -> None:

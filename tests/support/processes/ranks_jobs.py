@@ -26,8 +26,8 @@ from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sy
 from headrace.parallel.models import full_tensor
 from headrace.plan import LoaderPlan
 from headrace.translation import ModelSettings, Translator, translation_loss
-from headrace.translation.corpus.batches import make_loader
 from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.loader import make_loader
 from headrace.translation.corpus.packed import PackedPlan, packed_size
 
 WIDTH = 6

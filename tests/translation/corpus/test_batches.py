@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.translation import BatchPlan, Prepared
-from headrace.translation.corpus.batches import (
-    EpochBatches,
-    PaddedBatches,
-    PlannedSampler,
-    make_loader,
-)
+from headrace.translation.corpus.batches import EpochBatches
+from headrace.translation.corpus.loader import PaddedBatches, PlannedSampler, make_loader
 from headrace.translation.corpus.prepare import prepared_for
 from headrace.translation.settings import TrainSettings
 

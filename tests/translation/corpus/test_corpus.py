@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorpusError, HeadraceError
 from headrace.translation import Corpus, read_corpus
-from headrace.translation.corpus.corpus import SplitCounts, clean
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.corpus_report import SplitCounts
 
 PAIRS = [("你好。", "Hello."), ("三本书", "three books"), ("再见", "Goodbye")]
 OBJECTS = [{"en": en, "ch": zh} for zh, en in PAIRS]

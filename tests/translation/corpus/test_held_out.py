@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
 from headrace.translation import read_corpus
-from headrace.translation.corpus.corpus import SplitCounts, corpus_warnings, describe_novelty
+from headrace.translation.corpus.corpus_report import SplitCounts, corpus_warnings, describe_novelty
 from headrace.translation.corpus.held_out import choose_held_out, count_shared
 
 Pairs = list[tuple[str, str]]

@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 from headrace.data import end_workers
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
-from headrace.translation.corpus.batches import BatchSpec, IntArray, PlannedSampler, make_loader
-from headrace.translation.corpus.packed import (
-    PackedBatches,
-    PackedEpoch,
-    PackedPlan,
-    PackedSize,
-    packed_size,
-)
+from headrace.translation.corpus.division import BatchSpec, IntArray
+from headrace.translation.corpus.loader import PlannedSampler, make_loader
+from headrace.translation.corpus.packed import PackedEpoch, PackedPlan, PackedSize, packed_size
+from headrace.translation.corpus.packed_batch import PackedBatches
 from support.translation.id_pairs import random_pairs, write_pairs
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 60)), min_size=1, max_size=200)

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from headrace.errors import CorpusError
 from headrace.translation import EOS, Prepared, read_corpus
 from headrace.translation.corpus import prepare as prepare_module
-from headrace.translation.corpus.corpus import SplitCounts, clean
-from headrace.translation.corpus.encoded import IdPairs, write_ids
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.corpus_report import SplitCounts
+from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.encoding import write_ids
 from headrace.translation.corpus.prepare import prepared_for
 from headrace.translation.corpus.prepared import load_prepared
 from headrace.translation.corpus.toy.generator import builtin_corpus

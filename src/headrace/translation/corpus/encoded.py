@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -16,15 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus.pair_files import OnProgress, Pair
-from headrace.translation.corpus.vocabulary import BOS, EOS, Vocabulary
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-_SIDES = ("src", "trg")
-_CHUNK = 4096
-# With fewer pairs, threads cost more than they save.
-_THREADS_FROM_PAIRS = 20_000
+SIDES = ("src", "trg")
+CHUNK = 4096
 # What numpy raises for files that it did not write.
 _UNREADABLE = (
     *(OSError, ValueError, EOFError, SyntaxError, TokenError, TypeError, LookupError),
@@ -41,12 +34,12 @@ class IdPairs:
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = Path(folder), split
         self._ids = [
-            _open_array(self.folder, f"{split}.{side}.ids.npy", np.int32) for side in _SIDES
+            _open_array(self.folder, f"{split}.{side}.ids.npy", np.int32) for side in SIDES
         ]
         self._offsets = [
-            _open_array(self.folder, f"{split}.{side}.offsets.npy", np.int64) for side in _SIDES
+            _open_array(self.folder, f"{split}.{side}.offsets.npy", np.int64) for side in SIDES
         ]
-        for side, ids, offsets in zip(_SIDES, self._ids, self._offsets, strict=True):
+        for side, ids, offsets in zip(SIDES, self._ids, self._offsets, strict=True):
             if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(ids):
                 raise CorpusError(
                     f"{self.folder}: the offsets of {split}.{side} do not match its {len(ids):,} "
@@ -58,7 +51,7 @@ class IdPairs:
     def check_ids(self, *sizes: int) -> None:
         """Raise if an id is outside the vocabularies of these sizes, or offsets do not ascend: on
         a GPU such an id would end the run with an error that does not name it."""
-        for side, ids, offsets, size in zip(_SIDES, self._ids, self._offsets, sizes, strict=True):
+        for side, ids, offsets, size in zip(SIDES, self._ids, self._offsets, sizes, strict=True):
             bad = len(ids) and not 0 <= ids.min() <= ids.max() < size
             if bad or (len(offsets) > 1 and np.diff(offsets).min() < 0):
                 raise CorpusError(
@@ -120,8 +113,8 @@ class IdPairs:
         found: set[bytes] = set()
         for length, keys_of_length in wanted.items():
             positions = starts[lengths == length]
-            for at in range(0, len(positions), _CHUNK):
-                rows = ids[positions[at : at + _CHUNK, None] + np.arange(length)]
+            for at in range(0, len(positions), CHUNK):
+                rows = ids[positions[at : at + CHUNK, None] + np.arange(length)]
                 found |= keys_of_length.intersection(row.tobytes() for row in rows)
         return [key in found for key in keys]
 
@@ -137,105 +130,6 @@ def _gathered(ids: Ints, offsets: Longs, indices: Longs) -> tuple[Ints, Longs]:
     starts_here = np.cumsum(lengths) - lengths
     at = np.repeat(offsets[indices] - starts_here, lengths) + np.arange(lengths.sum())
     return ids[at], lengths
-
-
-def write_ids(
-    folder: Path,
-    split: str,
-    pairs: Sequence[Pair],
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    *,
-    max_length: int,
-    workers: int | None = None,
-    progress: OnProgress | None = None,
-) -> int:
-    """Encode `pairs` into files for `IdPairs`. Returns how many were too long and left out.
-
-    Threads are enough, because SentencePiece releases the GIL while it encodes.
-    """
-    if workers is None:
-        workers = 1 if len(pairs) < _THREADS_FROM_PAIRS else _usable_cores()
-    parts: list[list[Ints]] = [[], []]
-    lengths: list[list[Longs]] = [[], []]
-    done = kept = 0
-    for count, encoded in _encode_in_order(pairs, vocabularies, max_length, max(1, workers)):
-        for side in (0, 1):
-            parts[side].append(encoded[side][0])
-            lengths[side].append(encoded[side][1])
-        done += count
-        kept += len(encoded[0][1])
-        if progress is not None:
-            progress(f"encode {split}", done, len(pairs))
-    for side, name in enumerate(_SIDES):
-        ids = np.concatenate([np.empty(0, np.int32), *parts[side]])
-        offsets = np.zeros(kept + 1, np.int64)
-        np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths[side]]), out=offsets[1:])
-        np.save(folder / f"{split}.{name}.ids.npy", ids)
-        np.save(folder / f"{split}.{name}.offsets.npy", offsets)
-    return len(pairs) - kept
-
-
-# The ids of many sentences in one array, and the length of each sentence.
-_FlatIds = tuple[Ints, Longs]
-
-
-def _usable_cores() -> int:
-    """The cores that this process may use, if the system can tell."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
-
-
-def _encode_in_order(
-    pairs: Sequence[Pair],
-    vocabularies: tuple[Vocabulary, Vocabulary],
-    max_length: int,
-    workers: int,
-) -> Iterator[tuple[int, tuple[_FlatIds, _FlatIds]]]:
-    """Yield the number of pairs in each chunk, and its encoded pairs that are not too long. With
-    several workers, threads encode a few chunks ahead."""
-    chunks = (pairs[at : at + _CHUNK] for at in range(0, len(pairs), _CHUNK))
-    if workers == 1:
-        for chunk in chunks:
-            yield len(chunk), _encode_chunk(chunk, vocabularies, max_length)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[tuple[int, Future[tuple[_FlatIds, _FlatIds]]]] = deque()
-        try:
-            for chunk in chunks:
-                waiting.append(
-                    (len(chunk), pool.submit(_encode_chunk, chunk, vocabularies, max_length))
-                )
-                if len(waiting) > 2 * workers:
-                    count, future = waiting.popleft()
-                    yield count, future.result()
-            for count, future in waiting:
-                yield count, future.result()
-        finally:  # after Ctrl-C, encode no further chunk
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def encode_pairs(
-    pairs: Sequence[Pair], vocabularies: tuple[Vocabulary, Vocabulary]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The sources and the targets, as `IdPairs` has them."""
-    src = [[*ids, EOS] for ids in vocabularies[0].encode([pair[0] for pair in pairs])]
-    trg = [[BOS, *ids, EOS] for ids in vocabularies[1].encode([pair[1] for pair in pairs])]
-    return src, trg
-
-
-def _encode_chunk(
-    pairs: Sequence[Pair], vocabularies: tuple[Vocabulary, Vocabulary], max_length: int
-) -> tuple[_FlatIds, _FlatIds]:
-    src, trg = encode_pairs(pairs, vocabularies)
-    fits = [max(len(s), len(t)) <= max_length for s, t in zip(src, trg, strict=True)]
-    src, trg = (list(itertools.compress(side, fits)) for side in (src, trg))
-    return _flatten(src), _flatten(trg)
-
-
-def _flatten(sequences: list[list[int]]) -> _FlatIds:
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
-    ids = np.fromiter(itertools.chain.from_iterable(sequences), np.int32, int(lengths.sum()))
-    return ids, lengths
 
 
 def _open_array(folder: Path, name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:

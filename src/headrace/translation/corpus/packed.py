@@ -12,23 +12,20 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from headrace.errors import PlanError
 from headrace.text_table import counted
-from headrace.translation.attention import BLOCK, Packing
-from headrace.translation.corpus.batches import BatchSpec, IntArray
-from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
+from headrace.translation.attention import BLOCK
+from headrace.translation.corpus.division import BatchSpec, IntArray
+from headrace.translation.corpus.encoded import IdPairs, Longs
+from headrace.translation.corpus.packed_batch import PackedBatch, PackedBatches
+from headrace.translation.corpus.packing import deal, pack
 
 # A window has this many batches, or more if batches are so small that they make up fewer sentences.
 _WINDOW_BATCHES, _WINDOW_SENTENCES = 64, 1 << 16
 # Dealt batches differ by a few tokens: room for them in the shape.
 _ROOM_SHARE, _ROOM_TOKENS = 0.004, 4
-# If pairs are left over, an additional batch takes them. Pairs of the others fill it up to this
-# share of the mean. How many are tried, as a multiple of those that are needed, is limited.
-_EVEN, _MOVES_TRIED = 0.97, 4
 # If an epoch takes this share of batches more than if all were full, smaller shapes are tried. One
 # is taken if it saves this share of an epoch's tokens, padding included.
 _OVERFLOW, _WORTH_LESS, _SHAPES_TRIED = 0.01, 0.005, 4
@@ -47,25 +44,6 @@ class PackedSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.src:,} source and {self.trg:,} target tokens"
-
-
-class PackedBatch(NamedTuple):
-    """A packed batch as int32 tensors. There are only two, because receiving a tensor from a loader
-    process takes the training process 0.3 ms or more."""
-
-    source: Tensor  # (3, source tokens): ids, positions, sentences, as `Packing` has them
-    # (4, target tokens): the ids that the decoder reads, from bos on; positions; sentences; and
-    # the id that follows each of those ids, up to eos.
-    target: Tensor
-
-    def inputs(self) -> tuple[Tensor, Tensor, Packing]:
-        """The model's arguments: ids of source and target, (1, tokens), and their packing."""
-        source, target = self.source, self.target
-        return source[:1], target[:1], Packing(source[1:2], target[1:2], source[2], target[2])
-
-    def targets(self) -> Tensor:
-        """The ids to predict: (1, target tokens), int64."""
-        return self.target[3:].long()
 
 
 def packed_size(lengths: Longs, tokens: int, longest: int | tuple[int, int]) -> PackedSize:
@@ -162,7 +140,7 @@ class PackedPlan:
         order = random.permutation(count) if self._shuffle else np.arange(count)
         batches: list[IntArray] = []
         for window, parts in self._windows(order):
-            batches += _packed(window, self._sizes, parts, self._room)
+            batches += pack(window, self._sizes, parts, self._room)
         if self._shuffle:
             batches = [batches[number] for number in random.permutation(len(batches))]
         return PackedEpoch(batches, self._size, self._sizes)
@@ -182,7 +160,7 @@ class PackedPlan:
         if ranks == 1:
             return batch
         sizes = self._sizes[batch.indices]
-        mine = np.flatnonzero(_deal(sizes, ranks) == rank)
+        mine = np.flatnonzero(deal(sizes, ranks) == rank)
         # Dealt parts differ by less than a sentence, but for corpora of very unusual lengths.
         room = -(-self._room // ranks) + self._longest
         src, trg = map(int, np.maximum(room, sizes[mine].sum(axis=0)))
@@ -230,145 +208,3 @@ def _unit(tokens: int) -> int:
 
 def _multiple(tokens: int, unit: int) -> int:
     return -(-tokens // unit) * unit
-
-
-def _packed(window: IntArray, sizes: IntArray, parts: int, room: IntArray) -> list[IntArray]:
-    """The pairs of a window in `parts` batches, or in more if they do not fit, all nearly equally
-    full."""
-    part_of = _deal(sizes[window], parts)
-    batches, left_over = [], []
-    for batch in _split(window, part_of, parts):
-        batch = batch[np.argsort(-sizes[batch].sum(axis=1), kind="stable")]
-        fits = (np.cumsum(sizes[batch], axis=0) <= room).all(axis=1)
-        batches.append(batch[fits])
-        left_over += [int(index) for index in batch[~fits]]
-    return _place(left_over, [batch for batch in batches if len(batch)], sizes, room)
-
-
-def _deal(sizes: IntArray, parts: int) -> IntArray:
-    """Assign pairs of these sizes, (pairs, 2), to parts with nearly the same tokens on each side.
-
-    Pairs of similar size, as many as there are parts, are dealt at a time, the large ones first. At
-    the beginning they are dealt like cards, back and forth. Then the pair that has most goes to the
-    part that has least, of size (source plus target) or of skew (source minus target), whichever
-    differs more between parts so far. Returns the part of each pair.
-    """
-    shares = sizes / np.maximum(1, sizes.sum(axis=0))
-    measures = np.stack((shares[:, 0] + shares[:, 1], shares[:, 0] - shares[:, 1]))
-    by_size = np.argsort(-measures[0], kind="stable")
-    part_of = np.empty(len(sizes), dtype=np.int64)
-    rounds = len(sizes) // parts
-    # Enough balanced rounds at the end to make up for the unbalanced ones, which are faster.
-    cards = max(0, rounds - 64 - 4 * math.isqrt(rounds)) // 2 * 2 * parts
-    forth = np.arange(parts)
-    part_of[by_size[:cards]] = np.tile(np.append(forth, forth[::-1]), cards // (2 * parts))
-    dealt = measures[:, by_size[:cards]].reshape(2, -1, parts)
-    sums = dealt[:, ::2].sum(axis=1) + dealt[:, 1::2, ::-1].sum(axis=1)
-    for start in range(cards, len(sizes), parts):
-        group = by_size[start : start + parts]
-        measure = int(np.argmax(np.ptp(sums, axis=1)))
-        neediest = np.argsort(sums[measure], kind="stable")[: len(group)]
-        group = group[np.argsort(-measures[measure, group], kind="stable")]
-        part_of[group] = neediest
-        sums[:, neediest] += measures[:, group]
-    return part_of
-
-
-def _place(
-    pairs: list[int], batches: list[IntArray], sizes: IntArray, room: IntArray
-) -> list[IntArray]:
-    """The batches with more `pairs` in them: each goes to the first batch where it fits, the
-    largest pair first. New batches take the rest, and pairs of the others, to be as full."""
-    if not pairs:
-        return batches
-    lists = [list(map(int, batch)) for batch in batches]
-    used = np.array([sizes[batch].sum(axis=0) for batch in batches]).reshape(-1, 2)
-    for pair in sorted(pairs, key=lambda pair: -int(sizes[pair].sum())):
-        fits = np.flatnonzero((used + sizes[pair] <= room).all(axis=1))
-        if len(fits):
-            lists[fits[0]].append(pair)
-            used[fits[0]] += sizes[pair]
-        else:
-            lists.append([pair])
-            used = np.vstack((used, sizes[pair]))
-    placed = [np.array(batch, dtype=np.int64) for batch in lists]
-    return _even_out(placed, len(batches), used, sizes, room)
-
-
-def _even_out(
-    batches: list[IntArray], full: int, used: IntArray, sizes: IntArray, room: IntArray
-) -> list[IntArray]:
-    """The batches, with pairs moved from the first `full` of them to the others, so that these are
-    nearly as full on both sides. `used` has the tokens of each batch, (batches, 2).
-
-    A batch gives no pair if it then were emptier than the one that takes it. So if only a few pairs
-    fit in a batch, some batches stay emptier than others.
-    """
-    mean = np.maximum(1, used.mean(axis=0))
-    fills = used / mean
-    missing = np.maximum(0, _EVEN - fills[full:]).sum()
-    if not full or not missing:
-        return batches
-    pairs = np.concatenate(batches)
-    batch_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-    shares = sizes[pairs] / mean
-    movable = int(np.searchsorted(batch_of, full))
-    # Each batch has its pairs in the order of size. So every n-th pair is from all batches, and
-    # they are short and long.
-    stride = max(1, int(shares[:movable].sum() / missing))
-    starts = range(min(stride, _MOVES_TRIED))
-    for at in np.concatenate([np.arange(start, movable, stride) for start in starts]):
-        emptiest = full + int(np.argmin(fills[full:].min(axis=1)))
-        lacking = int(np.argmin(fills[emptiest]))
-        if fills[emptiest, lacking] >= _EVEN:
-            break
-        giver, size, share = batch_of[at], sizes[pairs[at]], shares[at]
-        if (
-            share[lacking] < share[1 - lacking]
-            or (fills[giver] - share).min() < fills[emptiest, lacking]
-            or (used[emptiest] + size > room).any()
-        ):
-            continue
-        batch_of[at] = emptiest
-        fills[giver] -= share
-        fills[emptiest] += share
-        used[emptiest] += size
-    return _split(pairs, batch_of, len(batches))
-
-
-def _split(pairs: IntArray, part_of: IntArray, parts: int) -> list[IntArray]:
-    """The pairs of each part, in order."""
-    ends = np.cumsum(np.bincount(part_of, minlength=parts))
-    return np.split(pairs[np.argsort(part_of, kind="stable")], ends[:-1])
-
-
-class PackedBatches(Dataset[PackedBatch]):
-    """Turns a `BatchSpec` into a `PackedBatch`. A rank's share may have no pairs: it is all padding
-    then, with weight 0."""
-
-    def __init__(self, pairs: IdPairs) -> None:
-        self._pairs = pairs
-
-    def __getitem__(self, spec: BatchSpec) -> PackedBatch:
-        source_tokens, target_tokens = spec.lengths
-        (src, src_lengths), (trg, trg_lengths) = self._pairs.end_to_end(spec.indices)
-        ends = np.cumsum(trg_lengths)
-        is_first, is_last = np.zeros((2, len(trg)), dtype=bool)
-        is_first[ends - trg_lengths] = is_last[ends - 1] = True
-        source = _rows(3, source_tokens, src_lengths)
-        target = _rows(4, target_tokens, trg_lengths - 1)
-        source[0, : len(src)] = src
-        read, predicted = trg[~is_last], trg[~is_first]
-        target[0, : len(read)], target[3, : len(predicted)] = read, predicted
-        return PackedBatch(torch.from_numpy(source), torch.from_numpy(target))
-
-
-def _rows(rows: int, tokens: int, lengths: Longs) -> Ints:
-    """An array (rows, tokens) for sentences of these lengths, end to end: row 1 has the position of
-    each token in its sentence, row 2 the number of its sentence; the others are 0."""
-    found = np.zeros((rows, tokens), dtype=np.int32)
-    total = int(lengths.sum())
-    found[1, :total] = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    found[2, :total] = np.repeat(np.arange(len(lengths)), lengths)
-    found[2, total:] = len(lengths)
-    return found

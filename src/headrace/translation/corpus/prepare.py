@@ -17,8 +17,9 @@ from typing import Any
 from headrace.atomic_files import build_folder, user_cache
 from headrace.errors import CorpusError
 from headrace.schema import require_regular_file
-from headrace.translation.corpus.corpus import Corpus, corpus_warnings, read_pair_files
-from headrace.translation.corpus.encoded import write_ids
+from headrace.translation.corpus.corpus import Corpus, read_pair_files
+from headrace.translation.corpus.corpus_report import corpus_warnings
+from headrace.translation.corpus.encoding import write_ids
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
 from headrace.translation.corpus.pair_formats import recognize

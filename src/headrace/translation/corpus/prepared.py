@@ -11,8 +11,9 @@ from pathlib import Path
 from headrace.errors import CorpusError
 from headrace.schema import Invalid, read_json
 from headrace.text_table import text_table
-from headrace.translation.corpus.corpus import SplitCounts, counts_table, describe_novelty
-from headrace.translation.corpus.encoded import IdPairs, encode_pairs
+from headrace.translation.corpus.corpus_report import SplitCounts, counts_table, describe_novelty
+from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.encoding import encode_pairs
 from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.vocabulary import Vocabulary
 

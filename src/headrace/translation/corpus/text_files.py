@@ -24,6 +24,8 @@ MAX_LINE = 1 << 20
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 
 _HEAD_BYTES = 1 << 16
+_SAMPLE_ROWS = 100
+_MAYBE_CUT = 1 << 14  # characters; a longer beginning may end within a line
 _CHUNK_BYTES = 1 << 20
 # UTF-32 first: its mark begins like that of UTF-16.
 _ENCODINGS = {
@@ -59,6 +61,15 @@ def head(path: Path) -> str:
         )
     text: str = begin.decode(encoding, errors="replace").removeprefix("\ufeff")
     return text
+
+
+def sample_lines(path: Path) -> list[str]:
+    """The first lines that are not blank, without one that may be cut off."""
+    text = head(path)
+    found = text.split("\n")
+    if len(text) >= _MAYBE_CUT and len(found) > 1:
+        found.pop()
+    return [line.rstrip("\r") for line in found if line.strip()][:_SAMPLE_ROWS]
 
 
 def lines(path: Path) -> Iterator[str]:

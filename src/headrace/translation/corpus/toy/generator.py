@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus.corpus import Corpus, SplitCounts
+from headrace.translation.corpus.corpus import Corpus
+from headrace.translation.corpus.corpus_report import SplitCounts
 from headrace.translation.corpus.languages import language_code
 from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.toy.grammar import draw_sentence

@@ -14,7 +14,7 @@ from headrace.errors import TranslationError
 from headrace.fake import FakeDevice
 from headrace.parallel import SINGLE
 from headrace.plan import LoaderPlan
-from headrace.translation import TrainSettings, build
+from headrace.translation import TrainSettings, batching, build
 from support.translation.id_pairs import random_pairs
 
 LARGE: dict[str, Any] = {"plan": "max", "tokens": 10_000}
@@ -40,13 +40,13 @@ def test_packed_where_it_pays(
     data: Any = SimpleNamespace(splits={"train": pairs, "valid": pairs})
     settings = TrainSettings(**(LARGE | changes))
     with FakeDevice() as device:
-        found = build.why_padded(settings, data, SINGLE, device)
+        found = batching.why_padded(settings, data, SINGLE, device)
         assert "flex_attention does not run on" in str(found)
         monkeypatch.setattr(device, "compiles", True)
-        found = build.why_padded(settings, data, SINGLE, device)
+        found = batching.why_padded(settings, data, SINGLE, device)
         assert found is None if why is None else str(found).startswith(why)
         two: Any = SimpleNamespace(several=True)
-        found = build.why_padded(settings, data, two, device)
+        found = batching.why_padded(settings, data, two, device)
         assert found == "several ranks: only --packed on packs" if why is None else found
 
 
@@ -78,8 +78,8 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
     def lengths(**values: Any) -> tuple[int, int]:
         settings = TrainSettings(packed="on", plan="pipeline", max_length=500, **values)
         device = open_device("cpu")
-        plan, loader = build._resolve_plans(settings, device)
-        return build._plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
+        plan, loader = batching.resolve_plans(settings, device)
+        return batching.plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
 
     message = (
         "tokens = 9 with packed = on: the longest target sentence of train and valid takes "
@@ -105,9 +105,9 @@ def test_padded_validation_batches_are_as_large_as_those_of_training(tmp_path: P
     def largest(loader: LoaderPlan, **values: Any) -> tuple[int, int]:
         """The most pairs and the most target tokens of a validation batch."""
         settings, device = TrainSettings(plan="pipeline", **values), open_device("cpu")
-        plan, _ = build._resolve_plans(settings, device)
-        training = build._plan_batches(settings, data, plan, loader, device)
-        epoch = build._plan_validation(settings, data, loader, training).epoch(0)
+        plan, _ = batching.resolve_plans(settings, device)
+        training = batching.plan_batches(settings, data, plan, loader, device)
+        epoch = batching.plan_validation(settings, data, loader, training).epoch(0)
         batches = [epoch[number].indices for number in range(len(epoch))]
         assert sorted(np.concatenate(batches)) == list(range(50))
         targets = splits["valid"].lengths[:, 1]
