@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1].glob("*/"))  # its sister folders
 
@@ -52,16 +52,16 @@ class SpedUpScript(PlainScript):
     """The loop of a work's plain script with `hr.speed_up` added."""
 
     def __init__(
-        self, work: Workload, device: Device, precision: str | None, **options: Any
+        self, work: Workload, device: Device, precision: str | None, plan: Literal["auto", "graph"]
     ) -> None:
         super().__init__(work, device, precision, 0)
-        self._options = options
+        self._plan: Literal["auto", "graph"] = plan
         self._handles: list[hr.SpeedUpHandle] = []
 
     def run(self, steps: int) -> Timing:
         if self._handles:
             return super().run(steps)
-        with sped_up(self._work.build.__globals__, self._device, self._handles, **self._options):
+        with sped_up(self._work.build.__globals__, self._device, self._handles, self._plan):
             return super().run(steps)
 
     def report(self) -> hr.SpeedUpReport:
@@ -80,19 +80,15 @@ class Auto:
         self._engine, self._script = engine, script
 
     def decisions(self) -> list[str | None]:
-        gain = self._script.report().gain
-        return [
-            (self._engine.graphs() or {}).get("decision"),
-            gain if gain is not None and "measured in turns" in gain else None,
-        ]
+        return [(self._engine.graphs() or {}).get("decision"), self._script.report().decision]
 
 
 def measured(name: str, device: Device, options: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {"tiny": True, "workers": 0} if options.tiny else {}
     work = find_work(f"{FOLDER / name}.py:work", given)
     precision = work.build.__globals__["PRECISION"]
-    kept = SpedUpScript(work, device, precision)
-    chosen = SpedUpScript(work, device, precision, measure=True)
+    kept = SpedUpScript(work, device, precision, "graph")
+    chosen = SpedUpScript(work, device, precision, "auto")
     plans = {
         entry.name: EngineTrainable(work, device, entry, seed=0)
         for entry in entries_of(list(PLANS), precision)

@@ -102,7 +102,7 @@ def compared(original: Any, batches: list[Any], device: Device, *, sped_up: bool
     training = Training(original, batches, device)
     scope: Any = contextlib.nullcontext()
     if sped_up:
-        scope = hr.speed_up(training.model, training.optimizer, device=device)
+        scope = hr.speed_up(training.model, training.optimizer, plan="graph", device=device)
     with scope as handle:
         losses = [float(one) for one in training.train(COMPARED_STEPS)]
         weights = [one.detach().cpu() for one in training.model.state_dict().values()]
@@ -119,7 +119,7 @@ def milliseconds(original: Any, batches: list[Any], device: Device) -> dict[str,
     """Of a step, plain and sped up in turns."""
     plain, fast = (Training(original, batches, device) for _ in range(2))
     found: dict[str, list[float]] = {"plain_ms": [], "sped_up_ms": []}
-    with hr.speed_up(fast.model, fast.optimizer, device=device):
+    with hr.speed_up(fast.model, fast.optimizer, plan="graph", device=device):
         for training in (plain, fast):
             training.train(6)
         for _ in range(ROUNDS):

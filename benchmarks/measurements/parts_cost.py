@@ -93,7 +93,8 @@ def main() -> None:
     torch.set_num_threads(1)
     sped_up, plain = Parts(options.layers), Parts(1)
     turns: list[tuple[dict[str, float], dict[str, float]]] = []
-    with hr.speed_up(sped_up.model, sped_up.optimizer, device=NoWork(), recheck=0) as handle:
+    parts = sped_up.model, sped_up.optimizer
+    with hr.speed_up(*parts, plan="graph", device=NoWork(), recheck=0) as handle:
         for _ in range(20):
             sped_up.step()
             plain.step()

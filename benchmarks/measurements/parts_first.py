@@ -360,7 +360,7 @@ def train(case: Callable[[Loop], None], device: Device, *, sped_up: bool, steps:
     case(loop)
     scope: Any = contextlib.nullcontext()
     if sped_up:
-        scope = hr.speed_up(*loop.models, *loop.optimizers, device=device)
+        scope = hr.speed_up(*loop.models, *loop.optimizers, plan="graph", device=device)
     losses, times = [], []
     with scope as handle:
         for at in range(steps):

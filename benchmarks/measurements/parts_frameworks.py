@@ -234,7 +234,7 @@ def in_trainer(
         for callback in [*training.callback_handler.callbacks]:
             if type(callback).__name__ == "PrinterCallback":
                 training.remove_callback(callback)
-        handle = hr.transformers.speed_up(training) if sped_up else None
+        handle = hr.transformers.speed_up(training, plan="graph") if sped_up else None
         training.train()
         losses = [one["loss"] for one in training.state.log_history if "loss" in one]
     return Trained(losses, "" if handle is None else str(handle.report()))
@@ -299,7 +299,7 @@ def in_accelerate(
     accelerator = Accelerator(**{"mixed_precision": "bf16"} | options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    handle = hr.speed_up(model, optimizer, loader=loader) if sped_up else None
+    handle = hr.speed_up(model, optimizer, plan="graph", loader=loader) if sped_up else None
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -56,7 +56,10 @@ def parts_in(made: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def sped_up(
-    namespace: dict[str, Any], device: Device, handles: list[hr.SpeedUpHandle], **options: Any
+    namespace: dict[str, Any],
+    device: Device,
+    handles: list[hr.SpeedUpHandle],
+    plan: Literal["auto", "graph"] = "graph",
 ) -> Iterator[None]:
     """In the block, `work()` of a module's namespace returns parts that are sped up."""
     original = namespace["work"]
@@ -64,7 +67,7 @@ def sped_up(
     @functools.wraps(original)
     def work(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        handles.append(hr.speed_up(*parts_in(made), device=device, **options))
+        handles.append(hr.speed_up(*parts_in(made), plan=plan, device=device))
         return made
 
     namespace["work"] = work

@@ -90,7 +90,7 @@ class Recorder:
         def call(*parts: Any, **options: Any) -> Any:
             self.models = [one for one in parts if isinstance(one, torch.nn.Module)]
             if self.wanted.way == "line":
-                self.handle = original(*parts, **options)
+                self.handle = original(*parts, plan="graph", **options)
             optimizers = [one for one in parts if isinstance(one, torch.optim.Optimizer)]
             if self.wanted.capturable:
                 make_capturable(optimizers, plain=self.wanted.way == "plain")
@@ -330,7 +330,7 @@ def _run_sped_up(name: str, arguments: list[str], wanted: Wanted,
     def ended(result: Any) -> None:
         recorder.run = None if result is None else dataclasses.asdict(result)
 
-    settings = RunSettings(check=wanted.check, after=_AFTER[wanted.device])
+    settings = RunSettings(check=wanted.check, after=_AFTER[wanted.device], plan="graph")
     code = run_sped_up(
         name,
         arguments,

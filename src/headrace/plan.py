@@ -237,6 +237,11 @@ def effective_plan(plan: Plan) -> Plan:
         ) from None
 
 
+def graphs_are_asked_for() -> bool:
+    """Whether `HEADRACE_PLAN` names a preset that keeps its graphs without measuring."""
+    return os.environ.get(PLAN_VARIABLE) in ("graph", "max")
+
+
 def refuse_plan_variable(command: str) -> None:
     """Raise `PlanError` if `HEADRACE_PLAN` is set: `command` compares plans, and the variable would
     make all of them the same."""

@@ -191,6 +191,7 @@ def test_json_has_stdout_to_itself(training: Path) -> None:
 def test_wrong_options_are_usage_errors(folder: Path) -> None:
     for arguments, said in (
         (("--only", "models", "script.py"), "--only models: expected model, optimizer, data"),
+        (("--plan", "max", "script.py"), "--plan max: expected auto or graph"),
         (("none.py",), "none.py: no such file"),
         (("--report", "package", "script.py"), "package: is a folder"),
     ):

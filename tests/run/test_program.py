@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import textwrap
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace import fake
 from headrace.fake import run_program
 from headrace.records import RunResult
 from headrace.run import RunSettings, run_sped_up
@@ -52,7 +54,7 @@ class Ended:
         self.path = folder / "train.py"
         self.path.write_text(textwrap.dedent(HEAD) + textwrap.dedent(script), encoding="utf-8")
         self.arguments = arguments
-        self.settings = RunSettings(**{"after": 3, **settings})
+        self.settings = RunSettings(**{"after": 3, "plan": "graph", **settings})
         self.told: list[str] = []
         self.results: list[RunResult | None] = []
         self.exit_code: int | None = None
@@ -308,3 +310,40 @@ def test_a_traceback_that_the_script_prints_has_no_frames_of_ours(both: Any) -> 
                 print(traceback.format_exc(), traceback.extract_tb(problem.__traceback__))
     """)
     assert ended.result.parts[0].name == "Failing"
+
+
+FOLDS = """
+    def trained(layers):
+        torch.manual_seed(0)
+        body = [one for _ in range(layers) for one in (nn.Linear(4, 4), nn.Tanh())]
+        net = nn.Sequential(*body, nn.Linear(4, 3)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        for step in range(62):
+            loss = loss_of(net(data.tensors[0].to(device)), data.tensors[1].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        show(net)
+    trained(2)
+    trained(4)
+"""
+
+
+@pytest.mark.parametrize("launch_us", [0.0, 100.0])
+def test_what_is_faster_stays(both: Any, monkeypatch: pytest.MonkeyPatch, launch_us: float) -> None:
+    """Each model is compared for itself: the second comes when the first has been chosen."""
+    costs = fake.Costs(launch_us=launch_us)
+    monkeypatch.setattr(fake, "fake_cuda", functools.partial(fake.fake_cuda, costs=costs))
+    ended = both(FOLDS, plan="auto")
+    first, second = ended.result.decisions
+    assert first in ended.told
+    assert second in table_of(ended.result)
+    whys = {part.why for part in ended.result.parts}
+    if launch_us:
+        assert ": graphs are used" in first
+        assert ": graphs are used" in second
+        assert whys == {None}
+    else:
+        assert first.endswith("no graphs are used")
+        assert second.endswith("no graphs are used")
+        assert whys == {"graphs gain nothing in this loop"}

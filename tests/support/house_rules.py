@@ -30,8 +30,8 @@ TESTED_IN = {
     "capture/models/test_outputs.py": ("capture/models/shared_memory.py",),
     "capture/parts/test_speed_up.py": (
         *("capture/parts/accelerated.py", "capture/parts/given_parts.py"),
-        *("capture/parts/installed.py", "capture/reports/part.py", "capture/reports/reasons.py"),
-        "capture/reports/speed_up_report.py",
+        *("capture/parts/handle.py", "capture/parts/installed.py", "capture/reports/part.py"),
+        *("capture/reports/reasons.py", "capture/reports/speed_up_report.py"),
     ),
     "capture/reading/test_reading.py": (
         *("capture/reading/bytecode.py", "capture/reading/calls.py", "capture/reading/known.py"),
@@ -111,8 +111,8 @@ TESTED_IN = {
     ),
     "cli/test_run.py": ("records/run.py", "report/run_page.py", "run/settings.py"),
     "run/test_program.py": (
-        *("run/batches.py", "run/loaders.py", "run/moves.py", "run/optimizers.py"),
-        *("run/parts.py", "run/result.py", "run/session.py"),
+        *("run/batches.py", "run/gain.py", "run/loaders.py", "run/moves.py", "run/optimizers.py"),
+        *("run/parts.py", "run/result.py", "run/scripting.py", "run/session.py"),
     ),
     "scenarios/faults/test_faults.py": ("engine/step/halving.py", "engine/step/memory_error.py"),
     "scenarios/ranks/test_ranks.py": ("checkpoint/sharded.py", "engine/values/summed.py"),

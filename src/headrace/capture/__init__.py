@@ -16,16 +16,18 @@ from headrace.capture.graphs.function import CapturedFunction
 from headrace.capture.guards.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.guards.obstacles import fused_or, state_obstacle
 from headrace.capture.parts.accelerated import is_prepared
+from headrace.capture.parts.gain import Gain
+from headrace.capture.parts.handle import SpeedUpHandle
 from headrace.capture.parts.installed import is_sped_up, own_forwards
 from headrace.capture.parts.model_calls import is_inside_a_module, watch_models, why_not
-from headrace.capture.parts.speed_up import SpeedUpHandle, speed_up
+from headrace.capture.parts.speed_up import MAX_SHAPES, speed_up
 from headrace.capture.parts.turns import Turns
 from headrace.capture.reading.comparison import same_entries
 from headrace.capture.reading.known import Known
 from headrace.capture.reading.reading import Reader
 from headrace.capture.reading.user_compiled import describe_own_graphs, recurrent_obstacle
 from headrace.capture.reports.differences import CheckReport
-from headrace.capture.reports.part import PartReport, PartTally
+from headrace.capture.reports.part import Counts, PartReport, PartTally
 from headrace.capture.reports.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.reports.speed_up_report import SpeedUpReport
 from headrace.capture.state.capturable_optimizer import (
@@ -44,11 +46,14 @@ from headrace.capture.watching.tracer import StepTracer
 
 __all__ = [
     "GRADIENTS_REPLACED",
+    "MAX_SHAPES",
     "CapturableOptimizer",
     "CaptureSettings",
     "CapturedFunction",
     "CapturedWork",
     "CheckReport",
+    "Counts",
+    "Gain",
     "GraphCache",
     "GraphReport",
     "Guards",

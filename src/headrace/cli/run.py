@@ -8,7 +8,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -62,6 +62,14 @@ def run(
             min=1, metavar="<int>", help="Calls of a part that run as they are before its capture."
         ),
     ] = 10,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|graph",
+            help="Keep graphs only if steps are faster with them, or always.",
+            show_default="auto; with --fake: graph",
+        ),
+    ] = None,
     fake: Annotated[
         bool, typer.Option("--fake", help="Run on a fake CUDA device, without a GPU.")
     ] = False,
@@ -73,15 +81,16 @@ def run(
     """Run a training script unchanged, and speed it up.
 
     Models and optimizers run as CUDA graphs once they have been seen to repeat
-    themselves, and batches are copied to the GPU ahead of their use. What cannot
-    be sped up runs as it is, and stderr says why.
+    themselves, and batches are copied to the GPU ahead of their use. Some of the
+    first steps run with graphs and some without, in turns, and what is faster
+    stays. What cannot be sped up runs as it is, and stderr says why.
 
     The exit code is the script's own, or 4 if --check has found a difference.
     """
     with usage_errors():
         if report is not None:
             check_output_file(report)
-        settings = RunSettings(_kinds(only), compile_models, check, after)
+        settings = RunSettings(_kinds(only), compile_models, check, after, _plan(plan, fake))
     name, *arguments = program
     stderr, is_first = OwnStderr(), os.environ.get("RANK", "0") == "0"  # torchrun sets it
     results: list[RunResult] = []
@@ -128,6 +137,15 @@ def run(
     if not exit_code and any(one is not None and not one.is_equal for one in checks):
         exit_code = _NOT_EQUAL
     end_as_script(exit_code, has_script_output=not as_json)
+
+
+def _plan(given: str | None, fake: bool) -> Literal["auto", "graph"]:
+    """The times of a fake device say nothing about what is faster."""
+    if given == "graph" or (given is None and fake):
+        return "graph"
+    if given == "auto" or given is None:
+        return "auto"
+    raise ProgramError(f"--plan {given}: expected auto or graph")
 
 
 def _kinds(given: str | None) -> frozenset[str]:

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,12 +39,13 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class SpeedUp(Callback):  # type: ignore[misc]
-    """Graphs for a Lightning training. `compile`, `after`, `shapes` and `recheck` are those of
-    `hr.speed_up`. `report()` says what became of each part, also after `fit`."""
+    """Graphs for a Lightning training. `plan`, `compile`, `after`, `shapes` and `recheck` are those
+    of `hr.speed_up`. `report()` says what became of each part, also after `fit`."""
 
     def __init__(
         self,
         *,
+        plan: Literal["auto", "graph"] = "auto",
         compile: bool = False,  # noqa: A002
         after: int = 2,
         shapes: int = 16,
@@ -52,6 +53,7 @@ class SpeedUp(Callback):  # type: ignore[misc]
     ) -> None:
         warn_if_untested("lightning")
         self._options: Any = {
+            "plan": plan,
             "compile": compile,
             "after": after,
             "shapes": shapes,

@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import Trainer
@@ -40,6 +40,7 @@ _OF_LOGS = ("log", "_maybe_log_save_evaluate", "_track_num_input_tokens")
 def speed_up(
     trainer: Trainer,
     *,
+    plan: Literal["auto", "graph"] = "auto",
     compile: bool = False,  # noqa: A002
     after: int = 2,
     shapes: int = 16,
@@ -57,8 +58,8 @@ def speed_up(
         )
     warn_if_untested("transformers")
     warn_if_untested("accelerate")
-    options = {"compile": compile, "after": after, "shapes": shapes, "recheck": recheck}
-    return SpeedUpTrainer(trainer, options)
+    options = {"after": after, "shapes": shapes, "recheck": recheck}
+    return SpeedUpTrainer(trainer, options | {"plan": plan, "compile": compile})
 
 
 class SpeedUpTrainer:

@@ -47,7 +47,8 @@ class RunResult(ResultFile):
     `steps` are optimizer steps on the device, `cpu_steps` those on the CPU. `before_ms` is the
     median step before anything was captured, `after_ms` the median one in which all that is
     captured was replayed; None if there were too few. `peak_bytes` is the most device memory that
-    was allocated at once. `races` is known on the fake device only.
+    was allocated at once. `decisions` say what the plan `auto` has measured and chosen. `races` is
+    known on the fake device only.
     """
 
     kind: ClassVar[str] = "headrace run"
@@ -60,6 +61,7 @@ class RunResult(ResultFile):
     before_ms: float | None = None
     after_ms: float | None = None
     peak_bytes: int = 0
+    decisions: tuple[str, ...] = ()
     races: int | None = None
     notes: tuple[str, ...] = ()
     environment: Environment = field(default_factory=Environment)

@@ -24,6 +24,7 @@ def run_page(result: RunResult, source: str) -> str:
         "eager": _eager(result),
         "checks": _checks(result),
         "remarks": [
+            *result.decisions,
             *result.notes,
             *(f"{part.name}: {part.rounding}" for part in result.parts if part.rounding),
         ],

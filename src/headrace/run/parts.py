@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.capture import PartReport, PartTally, SpeedUpHandle
+from headrace.capture import Counts, PartReport, PartTally, SpeedUpHandle
 from headrace.records import LineRecord
-from headrace.run.step_clock import Counts
 from headrace.source_lines import Site, short_path
 
 Kind = Literal["model", "optimizer"]
@@ -53,6 +52,19 @@ class Part:
     def left_alone(self, why: str) -> None:
         """It could not be given to `speed_up`."""
         self.why = why
+
+    def use_graphs(self, used: bool) -> None:
+        """Whether later calls may be replayed and captured."""
+        handle = self._handle()
+        if handle is not None:
+            handle.use_graphs(used)
+
+    def give_up(self) -> None:
+        """Graphs gain nothing: it runs as it is from now on."""
+        handle = self._handle()
+        if handle is not None:
+            handle.give_up()
+            self._tallies = handle.parts()
 
     @property
     def place(self) -> str:
@@ -116,8 +128,7 @@ class ScriptParts:
     def counts(self) -> Counts:
         """How many calls of the parts that are there were replayed, and how many were on the way to
         that."""
-        pieces = [piece for part in self._there for _, piece in part.pieces()]
-        return Counts(sum(one.replays for one in pieces), sum(one.unsettled for one in pieces))
+        return PartTally.counts(piece for part in self._there for _, piece in part.pieces())
 
     def free_dropped(self) -> None:
         """Free what the script has dropped, if much may be: a part and its graphs hold each other,

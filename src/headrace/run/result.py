@@ -36,6 +36,7 @@ def result_of(
         after_ms=after,
         peak_bytes=_peak_bytes(device),
         races=None if fake is None else len(fake.findings()),
+        decisions=tuple(session.gain.decisions),
         notes=() if session.off is None else (session.off,),
         environment=_environment(device, command),
     )

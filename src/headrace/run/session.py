@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from headrace.capture import is_sped_up, own_forwards, speed_up, watch_models, why_not
+from headrace.capture import is_sped_up, speed_up, watch_models, why_not
 from headrace.device import Device, open_device
 from headrace.errors import HeadraceError
-from headrace.replacing import replaced
+from headrace.run.gain import ScriptGain
 from headrace.run.loaders import ScriptLoaders
 from headrace.run.optimizers import watch_optimizers
 from headrace.run.parts import Kind, Part, ScriptParts
+from headrace.run.scripting import scripting_own_forwards
 from headrace.run.settings import RunSettings
 from headrace.run.step_clock import StepClock
 from headrace.source_lines import script_line
@@ -32,8 +31,8 @@ _MAX_CLOCKS_KEPT = 16
 
 
 class SpeedUpSession:
-    """Speeds up what runs in its block. `given` is the fake device, if there is one; else each
-    part's own is used. `tell` shows a line to the user."""
+    """Speeds up what runs in its block, on the device `given`, if there is a fake one. `tell` shows
+    a line to the user."""
 
     def __init__(
         self, settings: RunSettings, tell: Callable[[str], object], given: Device | None = None
@@ -47,6 +46,7 @@ class SpeedUpSession:
         self._clocks_kept: deque[StepClock] = deque(maxlen=_MAX_CLOCKS_KEPT)
         #: How many optimizer steps there were, on the CPU and on the device.
         self.cpu_steps = self.device_steps = 0
+        self.gain = ScriptGain(settings, tell)
         self._is_adding = False
         #: Why nothing more is sped up, if so.
         self.off: str | None = None
@@ -60,7 +60,7 @@ class SpeedUpSession:
             enter(_own_log(self._on_log))
             enter(watch_models(guarded(self._on_model), guarded(self._look)))
             enter(watch_optimizers(guarded(self._on_optimizer), guarded(self._after_step)))
-            enter(_scripting_own_forwards())
+            enter(scripting_own_forwards())
             if "data" in self.settings.only:
                 enter(self.loaders.watching())
 
@@ -110,8 +110,7 @@ class SpeedUpSession:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known or "optimizer" not in self.settings.only:
             return
-        device = self._device_of(optimizer)
-        if device is not None:
+        if (device := self._device_of(optimizer)) is not None:
             self._add("optimizer", optimizer, device, None)
 
     def _add(self, kind: Kind, one: Any, device: Device, why: str | None) -> None:
@@ -133,6 +132,7 @@ class SpeedUpSession:
         try:
             handle = speed_up(
                 one,
+                plan="graph",  # the parts of a script are compared together
                 device=device,
                 compile=self.settings.compile and part.kind == "model",
                 after=self.settings.after,
@@ -144,6 +144,7 @@ class SpeedUpSession:
         finally:
             self._is_adding = False
         part.sped_up(handle)
+        self.gain.add(part, device)
         handle.when_replayed(self._guarded(self._after_step))
 
     def _name(self, one: object) -> str:
@@ -164,6 +165,7 @@ class SpeedUpSession:
                 clock = self._clocks[optimizer] = StepClock(device, self.settings.after - 1)
                 finalize(optimizer, self._keep, clock)
             clock.ended(self.parts.counts())
+            self.gain.updated(optimizer)
 
     def _keep(self, clock: StepClock) -> None:
         """Its optimizer has gone."""
@@ -200,24 +202,6 @@ class SpeedUpSession:
             device = open_device(where) if self.given is None else self.given
             self._devices[where] = device if device.captures else None
         return self._devices[where]
-
-
-@contextmanager
-def _scripting_own_forwards() -> Iterator[None]:
-    """In the block, TorchScript reads the models' own `forward`."""
-    truth: Any = torch.jit.script
-
-    @functools.wraps(truth)
-    def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        models = own_forwards(obj) if isinstance(obj, torch.nn.Module) else nullcontext()
-        # TorchScript looks for names in the frame of its caller.
-        given = inspect.signature(truth).bind(obj, *args, **kwargs).arguments
-        given["_frames_up"] = given.get("_frames_up", 0) + 1
-        with models:
-            return truth(**given)
-
-    with replaced(torch.jit, "script", script):
-        yield
 
 
 @contextmanager

@@ -7,23 +7,14 @@ the next, with all that it waited for. The host does not wait for them until the
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 
+from headrace.capture import Counts
 from headrace.device import Device, Event
 from headrace.errors import DeviceError
 
 #: The first steps load kernels and try algorithms.
 _WARM_UP = 2
 _MAX_TIMED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many calls of parts were replayed up to the end of a step, and how many were on the way
-    to that: watched, captured or checked."""
-
-    replays: int
-    unsettled: int
 
 
 class StepClock:
@@ -57,9 +48,9 @@ class StepClock:
         """Where the time since the last step belongs, if it was an ordinary step."""
         if now.replays == 0:
             return self._before if self.steps < self._before_end else None
-        if before is None or before.replays == 0 or now.replays == before.replays:
+        if before is None or before.replays == 0:
             return None
-        return self._after if now.unsettled == before.unsettled else None
+        return self._after if now.is_replay_after(before) else None
 
     @property
     def is_timed(self) -> bool:

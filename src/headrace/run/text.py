@@ -21,7 +21,7 @@ def table_of(result: RunResult) -> str:
     rows = [_row(part)[: len(columns)] for part in used]
     lines = [text_table(columns, rows, right=("replays", "eager", "memory"))]
     lines += [f"{part.name}: {part.rounding}" for part in result.parts if part.rounding]
-    lines.append(_step(result))
+    lines += [*result.decisions, _step(result)]
     if result.races:
         lines.append(f"{counted(result.races, 'stream race')}: `headrace races` shows them")
     return "\n".join(lines)

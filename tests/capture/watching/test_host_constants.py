@@ -121,7 +121,7 @@ def test_a_value_that_changes_later_is_found_by_a_check(capturing: Device, tmp_p
 
     stored.write_text("1")
     (model, optimizer), step = made(capturing, Scheduled())
-    with hr.speed_up(model, optimizer, device=capturing) as handle:
+    with hr.speed_up(model, optimizer, plan="graph", device=capturing) as handle:
         for at in range(14):
             step(2 * at)
         assert handle.report().parts[0].captures == 1

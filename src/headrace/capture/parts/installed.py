@@ -127,7 +127,7 @@ def install_step(
     update: GraphedUpdate,
     switch: Switch,
     replayed: Callable[[torch.optim.Optimizer], object],
-    step_ends: Callable[[], None] | None = None,
+    updated: Callable[[torch.optim.Optimizer], object],
 ) -> Callable[[], None]:
     optimizer = optimizer_inside(given)
     before, plain = vars(optimizer).get("step"), optimizer.step
@@ -138,8 +138,7 @@ def install_step(
         result = update(closure) if switch.is_on else plain(closure)
         if update.part.replays != before:
             replayed(optimizer)
-        if step_ends is not None:
-            step_ends()
+        updated(optimizer)
         return result
 
     # A method, since learning rate schedulers unwrap it.

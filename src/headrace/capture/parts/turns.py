@@ -5,76 +5,102 @@
 
 Every step trains on its own batch, so a comparison costs only what the slower way costs, and a host
 wait at the beginning and at the end of each turn. The first steps of a turn are not timed: after a
-change the allocator has to find its memory again.
+change the allocator has to find its memory again. Events on the device time the others, each from
+the end of the step before it. A step that takes several times as long as most (a validation comes
+before it, or a checkpoint) does not count.
 """
 
 from __future__ import annotations
 
-from headrace.device import Device
+import statistics
+from itertools import chain, pairwise
 
-#: Steps of a turn, and how many of them come before the clock is started.
-_TURN, _LEAD_IN = 8, 2
+from headrace.device import Device, Event
+
+#: Steps of a turn that are timed, and how many come before them.
+_TIMED, _LEAD_IN = 6, 2
 #: Turns of each way: at least, and at most, if their times overlap.
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 6
 #: A graph must save at least this share of a step's time to be worth its memory.
 _MIN_SAVING = 0.03
-#: After this many turns that were no use, because some of their steps had no graph, it ends.
-_MAX_BROKEN_TURNS = 40
+#: A step that takes so many times as long as the median is none of the loop's ordinary ones.
+_OUTLIER = 3.0
+#: It ends after so many steps of turns with graphs that had none, and as many more for each shape
+#: that may get one: its first batches run eagerly.
+_MAX_SKIPPED, _SKIPPED_BY_A_SHAPE = 40, 3
 
 
 class _Turn:
-    """Steps that run one way: how many there were, and how long those took that count."""
+    """Steps that run one way, and how long those took that are timed."""
 
     def __init__(self, device: Device, *, with_graphs: bool) -> None:
         self._device, self.with_graphs = device, with_graphs
-        self.steps = self._took_ns = 0
-        #: When the clock was started; None while it stands.
-        self._since: int | None = None
+        #: Marks at a step's beginning, and at the ends of the steps since then; a list for each
+        #: time that the clock was started.
+        self._marks: list[list[Event]] = []
+        self._is_paused = True
+        #: Steps before the clock is started.
+        self._to_wait = _LEAD_IN
+        self._timed = 0
 
     def begin_step(self) -> None:
-        if self.steps >= _LEAD_IN and self._since is None:
-            self._since = self._now()
+        if self._is_paused and not self._to_wait:
+            self._device.synchronize("auto")
+            self._marks.append([])
+            self._is_paused = False
+            self._mark()
 
     def end_step(self) -> bool:
         """Returns whether it was the last."""
-        self.steps += 1
-        return self.steps == _TURN
+        if self._is_paused:
+            self._to_wait -= 1
+            return False
+        self._mark()
+        self._timed += 1
+        return self._timed == _TIMED
+
+    def skip_step(self) -> None:
+        """The step does not count, nor does the next: its memory has to be found again."""
+        self.pause()
+        self._to_wait = max(self._to_wait, 1)
 
     @property
     def is_timing(self) -> bool:
-        return self._since is not None
+        return not self._is_paused
 
     def pause(self) -> None:
         """The time until the next step does not count."""
-        if self._since is not None:
-            self._took_ns += self._now() - self._since
-            self._since = None
+        self._is_paused = True
 
-    @property
-    def ms_per_step(self) -> float:
-        return self._took_ns / 1e6 / (_TURN - _LEAD_IN)
-
-    def _now(self) -> int:
+    def step_ms(self) -> list[float]:
+        """How long each timed step took. Waits for the device."""
         self._device.synchronize("auto")
-        return self._device.ledger.now_ns()
+        return [begin.elapsed_ms(end) for marks in self._marks for begin, end in pairwise(marks)]
+
+    def _mark(self) -> None:
+        mark = self._device.event(timing=True)
+        mark.record()
+        self._marks[-1].append(mark)
 
 
 class Turns:
-    """Compares two ways of running a step. Call `begin` before and `end` after each step.
+    """Compares two ways of running a step. Call `begin` before and `end` after each step. `shapes`
+    is how many graphs there are at most.
 
     `pays` is None while it runs; then it says whether graphs are faster, and `decision` says in
     words what was measured.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, shapes: int = 0) -> None:
         self._device = device
+        self._max_skipped = _MAX_SKIPPED + _SKIPPED_BY_A_SHAPE * shapes
         self.pays: bool | None = None
         self.decision: str | None = None
-        #: By way (True: with graphs), the milliseconds of a step in each turn.
-        self._ms: dict[bool, list[float]] = {True: [], False: []}
+        #: By way (True: with graphs), the milliseconds of the steps of each turn.
+        self._ms: dict[bool, list[list[float]]] = {True: [], False: []}
         self._has_graphs = False
         self._turn = _Turn(device, with_graphs=True)
-        self._steps = self._broken_turns = 0
+        self._steps = self._skipped = 0
 
     def begin(self) -> bool:
         """Whether the next step may use graphs."""
@@ -95,7 +121,7 @@ class Turns:
             self._has_graphs = replayed
             return False
         if replayed != self._turn.with_graphs:
-            self._break_turn()
+            self._skip()
         elif self._turn.end_step():
             self._end_turn()
         return self.pays is not None
@@ -116,10 +142,10 @@ class Turns:
     def _begin_turn(self, *, with_graphs: bool) -> None:
         self._turn = _Turn(self._device, with_graphs=with_graphs)
 
-    def _break_turn(self) -> None:
-        self._begin_turn(with_graphs=self._turn.with_graphs)
-        self._broken_turns += 1
-        if self._broken_turns == _MAX_BROKEN_TURNS:
+    def _skip(self) -> None:
+        self._turn.skip_step()
+        self._skipped += 1
+        if self._skipped == self._max_skipped:
             self._decide(
                 False,
                 f"after {self._steps} steps many still have no graph, since their shapes or values "
@@ -128,17 +154,16 @@ class Turns:
 
     def _end_turn(self) -> None:
         turn = self._turn
-        turn.pause()
-        self._ms[turn.with_graphs].append(turn.ms_per_step)
+        self._ms[turn.with_graphs].append(turn.step_ms())
         self._begin_turn(with_graphs=not turn.with_graphs)
-        eager, graph = self._ms[False], self._ms[True]
-        rounds = len(eager)
-        if len(graph) != rounds or rounds < _MIN_ROUNDS:
+        rounds = len(self._ms[False])
+        if len(self._ms[True]) != rounds or rounds < _MIN_ROUNDS:
             return
+        eager, graph = ([_typical(turn) for turn in self._ms[way]] for way in (False, True))
+        slow, fast = (_typical([*chain(*self._ms[way])]) for way in (False, True))
         are_apart = max(graph) < min(eager) or max(eager) < min(graph)
-        if are_apart or rounds == _MAX_ROUNDS:
-            # The fastest turns: whatever else the loop does now and then only makes one slower.
-            fast, slow = min(graph), min(eager)
+        # Graphs that have saved nothing so far are not worth more steps.
+        if are_apart or fast >= slow or rounds == _MAX_ROUNDS:
             self._decide(
                 fast < slow * (1 - _MIN_SAVING),
                 f"a step takes {fast:.2f} ms with graphs and {slow:.2f} ms without "
@@ -148,3 +173,9 @@ class Turns:
     def _decide(self, pays: bool, measured: str) -> None:
         self.pays = pays
         self.decision = f"{measured}: {'' if pays else 'no '}graphs are used"
+
+
+def _typical(step_ms: list[float]) -> float:
+    """The mean of the ordinary steps."""
+    most = _OUTLIER * statistics.median(step_ms)
+    return statistics.fmean(one for one in step_ms if one <= most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,6 +54,18 @@ class PartReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many calls of some parts were replayed so far, and how many were on the way to that."""
+
+    replays: int = 0
+    unsettled: int = 0
+
+    def is_replay_after(self, before: Counts) -> bool:
+        """Whether calls were replayed since then, and none was watched, captured or compared."""
+        return self.replays > before.replays and self.unsettled == before.unsettled
+
+
 class PartTally:
     """Counts what becomes of a part."""
 
@@ -92,6 +104,14 @@ class PartTally:
         one."""
         unsettled = sum(self.eager[reason] for reason in UNSETTLED)
         return self.captures + self.check.replays + unsettled
+
+    @staticmethod
+    def counts(tallies: Iterable[PartTally]) -> Counts:
+        """The sums over several parts."""
+        replays = unsettled = 0
+        for one in tallies:
+            replays, unsettled = replays + one.replays, unsettled + one.unsettled
+        return Counts(replays, unsettled)
 
     def ran_eagerly(self, why: str) -> None:
         self.eager[why] += 1
@@ -136,5 +156,9 @@ class PartTally:
         )
         return True
 
+    def leave(self, why: str) -> None:
+        """Capture nothing any more, as somebody has chosen who says why."""
+        self.why = self.why or why
+
     def close(self) -> None:
-        self.why = self.why or "speed_up was closed"
+        self.leave("speed_up was closed")

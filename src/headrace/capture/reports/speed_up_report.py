@@ -14,18 +14,19 @@ class SpeedUpReport:
     """What `speed_up` did. `off` says why it does nothing at all; None if it is at work. `way` is
     the most that is replayed now: "parts", only "children" of a model, or nothing ("eager").
     `break_ms` is, for each part of a model that runs eagerly, how long a call of it keeps the host,
-    without the parts inside it. `gain` says what graphs gain, if that is measured."""
+    without the parts inside it. `decision` says what `plan="auto"` has measured and chosen; None if
+    it has not yet."""
 
     parts: tuple[PartReport, ...]
     off: str | None = None
     way: Way = "eager"
     break_ms: Mapping[str, float] = field(default_factory=dict)
-    gain: str | None = None
+    decision: str | None = None
 
     def __str__(self) -> str:
         if self.off is not None:
             return f"speed_up does nothing: {self.off}"
-        return "\n".join([*self._lines(None, ""), *([] if self.gain is None else [self.gain])])
+        return "\n".join(filter(None, [*self._lines(None, ""), self.decision]))
 
     def _lines(self, parent: str | None, indent: str) -> Iterator[str]:
         """The parts below a part, each with those below it."""

@@ -36,7 +36,9 @@ class FunctionLadder:
             plan_name=plan.name,
             cautious=plan.graphs == "auto",
         )
-        self._turns = Turns(device) if plan.graphs == "auto" else None
+        self._turns: Turns | None = None
+        if plan.graphs == "auto":
+            self._turns = Turns(device, shapes=plan.graph_shapes)
 
     @property
     def replays(self) -> int:

@@ -65,7 +65,9 @@ class Ladder:
         self._by_parts: SpeedUpHandle | None = None
         # Whether code that asks is told that it is captured, as in the run that this one continues.
         self._as_captured = False
-        self._turns = Turns(parts.device) if plan.graphs == "auto" else None
+        self._turns: Turns | None = None
+        if plan.graphs == "auto":
+            self._turns = Turns(parts.device, shapes=plan.graph_shapes)
 
     def train(self, fetched: Fetched, eager: EagerStep) -> Launched:
         """Train on one batch, on the current stream."""
@@ -144,9 +146,9 @@ class Ladder:
         self._by_parts.use_graphs(uses_graphs)
         if self._turns is None or self._turns.pays is not None:
             return eager(fetched), False
-        before = self._by_parts.replays
+        before = self._by_parts.counts()
         launched = eager(fetched)
-        return launched, self._by_parts.replays > before
+        return launched, self._by_parts.counts().is_replay_after(before)
 
     def _has_parts(self) -> bool:
         """Whether parts could be captured: ranks average gradients in hooks, and compiled code
@@ -159,6 +161,7 @@ class Ladder:
         parts, plan = self._parts, self._plan
         made = speed_up(
             *(parts.model, *((parts.optimizer,) if self._may_capture_update() else ())),
+            plan="graph",
             device=parts.device,
             after=plan.graph_after,
             shapes=plan.graph_shapes,
