@@ -43,6 +43,7 @@ TESTED_IN = {
     ),
     "capture/updates/test_graphed_update.py": (
         *("capture/state/learning_rates.py", "capture/updates/captured_update.py"),
+        "capture/updates/settling.py",
     ),
     "capture/watching/test_recheck.py": (
         *("capture/reading/contents.py", "capture/reading/places.py"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +293,43 @@ def test_large_gradients_of_an_eager_model_are_not_copied(
     monkeypatch.setattr(gradient_copies, "_MAX_BYTES", 100)
     report = compare(capturing, lambda device: eager_model(device, adamw), 12)
     assert "more than the" in str(report.parts[0].why)
+
+
+def test_what_no_comparison_sees_is_found_by_a_check(
+    capturing: Device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file. The replays between its change and the check have the old value, and are named."""
+    file = tmp_path / "decay.txt"
+    file.write_text("0.1")
+
+    class Decaying(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            decay = float(file.read_text())
+            for group in self.param_groups:
+                torch._foreach_mul_(group["params"], 1 - decay)
+            return super().step(closure)
+
+    def before(at: int, optimizer: torch.optim.Optimizer) -> None:
+        file.write_text("0.2" if at >= 10 else "0.1")
+
+    (model, optimizer), step = loop(
+        capturing, lambda one: Decaying(one, lr=0.1, fused=True), before
+    )
+    with hr.speed_up(model, optimizer, device=capturing) as handle:
+        for at in range(20):
+            step(at)
+        part = handle.report().parts[1]
+    assert part.eager["checked again"] == 1
+    assert part.captures == 2
+    assert "Replays 1 to 9 may have repeated the old value" in caplog.text
+    assert "mul_" in caplog.text
+
+
+def test_checks_of_an_update_change_nothing(capturing: Device) -> None:
+    for make in (adamw, lambda one: torch.optim.SGD(one, lr=0.1, momentum=0.9)):
+        report = compare(capturing, lambda device, m=make: loop(device, m), 40)
+        assert report.parts[1].eager["checked again"] == 2
+        assert report.parts[1].captures == 1
+    report = compare(capturing, lambda device: eager_model(device, adamw), 40)
+    assert report.parts[0].eager["checked again"] >= 1

@@ -105,7 +105,7 @@ def speed_up(
     updates = []
     for one in optimizers:
         inner, name = optimizer_inside(one), names[id(one)]
-        update = GraphedUpdate(inner, opened, name=name, after=after, check=check)
+        update = GraphedUpdate(inner, opened, name=name, after=after, recheck=recheck, check=check)
         updates.append((one, update))
     handle = SpeedUpHandle(graphed, updates, None, loader)
     if plan == "auto" and not (graphs_are_asked_for() or compile or check):

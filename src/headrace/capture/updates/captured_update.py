@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from headrace.capture.state.gradient_copies import GradientCopies
 from headrace.capture.state.memory import StateBeforeCapture
 from headrace.capture.state.state import StepState
 from headrace.capture.state.update_memory import optimized
+from headrace.capture.watching.trials import Trials
 from headrace.device import Graph
 from headrace.errors import CaptureError
 
@@ -26,89 +27,107 @@ def capture_update(
     capturable: CapturableOptimizer,
     pool: object,
     copies: GradientCopies | None,
+    key: Hashable,
+    trials: Trials,
 ) -> CapturedUpdate:
     """Capture an optimizer's step, which reads its gradients where they are, or their `copies`.
-    Raises `CaptureError` if that cannot be done."""
-    (optimizer,), step = state.optimizers, cast(Callable[[], Any], state.function)
+    The `trials` get its trace. Raises `CaptureError` if that cannot be done."""
+    step = cast(Callable[[], Any], state.function)
     require_no_obstacle(state)
     if not all(map(state.device.holds, state.parameters())):
         raise CaptureError(f"some of its parameters are not on {state.device}")
-    inputs = _ScalerInputs(optimizer)
-    if capturable.rates is not None:
-        capturable.rates.write()
-    with ExitStack() as stack:
-        before = stack.enter_context(StateBeforeCapture(state))
-        stack.enter_context(_capturable_groups(optimizer))
-        if capturable.rates is not None:
-            stack.enter_context(capturable.rates.in_param_groups())
-        stack.enter_context(inputs.in_place())
-        if copies is not None:
-            gradients = [one.grad for one in optimized(optimizer)]
-            copies.make(gradients)
-            stack.enter_context(copies.in_place(gradients))
-        graph, _ = state.device.capture(step, pool)
+    inputs = _UpdateInputs(state, capturable, copies)
+    code = capture_update.__code__
+    with StateBeforeCapture(state) as before, inputs.in_place():
+        graph, _ = state.device.capture(
+            lambda: trials.record(key, code, step, inputs.tensors), pool
+        )
         if before.optimizer_changed():
             graph.close()
             raise CaptureError("its step makes new state each time")
     capturable.plain_groups()
-    return CapturedUpdate(graph, capturable, inputs, copies, state.tensors())
+    return CapturedUpdate(key, graph, inputs, state.tensors())
 
 
 class CapturedUpdate:
-    """A step as a graph, with the memory that it reads besides parameters and state."""
+    """A step as a graph. `uses` are tensors that must live as long."""
 
     def __init__(
-        self,
-        graph: Graph,
-        capturable: CapturableOptimizer,
-        inputs: _ScalerInputs,
-        copies: GradientCopies | None,
-        uses: list[torch.Tensor],
+        self, key: Hashable, graph: Graph, inputs: _UpdateInputs, uses: list[torch.Tensor]
     ) -> None:
-        self._graph = graph
-        self._inputs = inputs
-        self._copies = copies
-        self._uses = uses
-        self._rates = capturable.rates
+        self.key, self.inputs = key, inputs
+        self._graph, self._uses = graph, uses
 
-    def replay(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._rates is not None:
-            self._rates.write()
-        self._inputs.write(optimizer)
-        if self._copies is not None:
-            self._copies.write()
+    def replay(self) -> None:
+        self.inputs.write()
         self._graph.replay()
 
     def close(self) -> None:
         self._graph.close()
 
 
-class _ScalerInputs:
-    """What a gradient scaler gives a fused optimizer before each step: new tensors every time."""
+class _UpdateInputs:
+    """What changes from step to step, in memory of its own that graphs read: learning rates, what a
+    gradient scaler gives, and `copies` of the gradients."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer: Any = optimizer
-        self._own = {
-            name: getattr(optimizer, name).clone()
+    def __init__(
+        self, state: StepState, capturable: CapturableOptimizer, copies: GradientCopies | None
+    ) -> None:
+        self._state, self._rates, self._copies = state, capturable.rates, copies
+        (self._optimizer,) = state.optimizers
+        self._of_scaler = {
+            name: getattr(self._optimizer, name).clone()
             for name in SCALER_INPUTS
-            if getattr(optimizer, name, None) is not None
+            if getattr(self._optimizer, name, None) is not None
         }
+        if copies is not None:
+            copies.make(self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [one.grad for one in optimized(self._optimizer)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that a step uses: this, and what it finds where it was."""
+        rates = [] if self._rates is None else self._rates.tensors()
+        gradients = (one for one in self._gradients() if one is not None)
+        return [*self._state.tensors(), *rates, *self._of_scaler.values(), *gradients]
+
+    def write(self) -> None:
+        """Bring it up to date."""
+        if self._rates is not None:
+            self._rates.write()
+        for name, one in self._of_scaler.items():
+            one.copy_(getattr(self._optimizer, name))
+        if self._copies is not None:
+            self._copies.write()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """In the block the optimizer has these tensors."""
-        theirs = {name: getattr(self._optimizer, name) for name in self._own}
-        try:
-            for name, one in self._own.items():
-                setattr(self._optimizer, name, one)
+        """Write it. In the block the optimizer is capturable and has it."""
+        self.write()
+        with ExitStack() as stack:
+            stack.enter_context(_capturable_groups(self._optimizer))
+            if self._rates is not None:
+                stack.enter_context(self._rates.in_param_groups())
+            stack.enter_context(_attributes(self._optimizer, self._of_scaler))
+            if self._copies is not None:
+                stack.enter_context(self._copies.in_place(self._gradients()))
             yield
-        finally:
-            for name, one in theirs.items():
-                setattr(self._optimizer, name, one)
 
-    def write(self, optimizer: Any) -> None:
-        for name, one in self._own.items():
-            one.copy_(getattr(optimizer, name))
+
+@contextmanager
+def _attributes(
+    optimizer: torch.optim.Optimizer, values: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """In the block the optimizer has these attributes."""
+    theirs = {name: getattr(optimizer, name) for name in values}
+    try:
+        for name, one in values.items():
+            setattr(optimizer, name, one)
+        yield
+    finally:
+        for name, one in theirs.items():
+            setattr(optimizer, name, one)
 
 
 @contextmanager

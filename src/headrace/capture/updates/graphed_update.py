@@ -8,36 +8,27 @@ that a graph belongs to. Only while the step is captured do the groups hold what
 from __future__ import annotations
 
 import operator
-from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from headrace.capture.guards.group_settings import GroupSettings
-from headrace.capture.guards.read_values import ReadValues
 from headrace.capture.reports.part import PartReport, PartTally
-from headrace.capture.reports.reasons import FIRST_STEPS, NEW_GRADIENTS
+from headrace.capture.reports.reasons import CHECKED, FIRST_STEPS, NEW_GRADIENTS
 from headrace.capture.reports.report import describe_failure
-from headrace.capture.state.capturable_optimizer import CapturableOptimizer
-from headrace.capture.state.gradient_copies import GradientCopies
 from headrace.capture.state.state import StepState
-from headrace.capture.state.update_memory import UpdateMemory, optimized
+from headrace.capture.state.update_memory import optimized
 from headrace.capture.updates.captured_update import SCALER_INPUTS, CapturedUpdate, capture_update
 from headrace.capture.updates.checked_step import checked_step
+from headrace.capture.updates.settling import Settling, UpdateBasis
+from headrace.capture.watching.trials import Trials
 from headrace.device import Device
 from headrace.errors import CaptureError
 
 _GRADIENT = operator.attrgetter("grad")
 _MAX_GRAPHS = 8
-# So many kinds of steps may come in turns: a loop may train one of its tasks after another.
-_MAX_CYCLE = 8
-# After this many steps in a row with settings or gradients of their own, none is captured any more.
-_MAX_UNSETTLED = 20
-# After this many in which only the gradients' memory is another, they are copied.
-_MOVES_BEFORE_COPIES = 5
 
 
 class GraphedUpdate:
@@ -50,15 +41,17 @@ class GraphedUpdate:
         *,
         name: str,
         after: int,
+        recheck: int = 0,
         check: int = 0,
     ) -> None:
         self._optimizer = optimizer
         self._state = StepState(device, optimizer.step, (), (optimizer,))
         self.part = PartTally(device, name, check)
         self._settings = GroupSettings()
-        self._settling = _Settling(after)
+        self._settling = Settling(after)
+        self._trials = Trials(device, first=after, last=after, recheck=recheck)
         self._graphs: dict[Hashable, CapturedUpdate] = {}
-        self._basis: _Basis | None = None
+        self._basis: UpdateBasis | None = None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         why = self.part.why
@@ -78,9 +71,11 @@ class GraphedUpdate:
         graph = self._graph_or_reason()
         if isinstance(graph, str):
             self._run(graph, None)
+        elif self._trials.recheck.is_due(graph):
+            self._check_again(graph)
         else:
             with checked_step(self.part.check, self._state.device, self._optimizer):
-                graph.replay(self._optimizer)
+                graph.replay()
             self.part.replayed()
         return loss
 
@@ -88,6 +83,17 @@ class GraphedUpdate:
         self.part.ran_eagerly(why)
         step: Any = self._state.function
         return step() if closure is None else step(closure)
+
+    def _check_again(self, graph: CapturedUpdate) -> None:
+        """Run eagerly what a graph would repeat, and compare."""
+        trials, code = self._trials, GraphedUpdate._check_again.__code__
+        with graph.inputs.in_place(), trials.run(code, graph.inputs.tensors) as trial, trial.tracer:
+            self._run(CHECKED, None)
+        found = trials.difference(graph.key, trial)
+        if trials.learn_of(graph, found, self.part.name):
+            self._drop_graphs()
+            if trials.recheck.is_hopeless:
+                self.give_up(f"it changes while its graphs are in use: {found}")
 
     def _graph_or_reason(self) -> CapturedUpdate | str:
         """The graph of this step; else why the step must run eagerly."""
@@ -111,9 +117,9 @@ class GraphedUpdate:
             return graph
         try:
             if self._settling.has_settled(key, gradients):
-                graph = self._graphs[key] = self._capture()
+                graph = self._graphs[key] = self._capture(key)
             elif elsewhere is not None and self._settling.only_gradients_move(elsewhere):
-                graph = self._graphs[elsewhere] = self._capture(copied=True)
+                graph = self._graphs[elsewhere] = self._capture(elsewhere, copied=True)
             else:
                 return NEW_GRADIENTS
         except CaptureError as problem:
@@ -121,17 +127,19 @@ class GraphedUpdate:
             return describe_failure(problem)
         return graph
 
-    def _capture(self, *, copied: bool = False) -> CapturedUpdate:
+    def _capture(self, key: Hashable, *, copied: bool = False) -> CapturedUpdate:
         if len(self._graphs) >= _MAX_GRAPHS:
             self._drop_graphs()
         with ExitStack() as undo:
             basis = self._basis
             if basis is None:
-                basis = _Basis(self._state)
+                basis = UpdateBasis(self._state)
                 undo.callback(basis.capturable.undo)
             with self.part.capturing():
                 copies = basis.copies if copied else None
-                graph = capture_update(self._state, basis.capturable, basis.pool, copies)
+                graph = capture_update(
+                    self._state, basis.capturable, basis.pool, copies, key, self._trials
+                )
             undo.pop_all()
         basis.note_capture()
         self.part.note_rounding(basis.capturable.rounding)
@@ -157,74 +165,8 @@ class GraphedUpdate:
                 graph.close()
         self._graphs.clear()
         self._settling.forget()
+        self._trials.watch.forget()
         self._basis = None
-
-
-class _Basis:
-    """What an optimizer's graphs share, until something of it is replaced."""
-
-    def __init__(self, state: StepState) -> None:
-        (self._optimizer,) = state.optimizers
-        # PyTorch's own step reads nothing that other checks do not compare; the user's may.
-        self._code = ReadValues(replace(state, function=None))
-        self.capturable = CapturableOptimizer(state.device, self._optimizer)
-        self.pool = state.device.graph_pool()
-        self.copies = GradientCopies(optimized(self._optimizer))
-        self._memory = UpdateMemory(self._optimizer)
-
-    def note_capture(self) -> None:
-        """Graphs now use the present memory."""
-        self._memory = UpdateMemory(self._optimizer)
-
-    def difference(self, parameters: list[torch.Tensor]) -> str | None:
-        """What is not as it was when graphs were captured."""
-        if self._memory.has_moved(parameters):
-            return "its parameters or its state are replaced"
-        changed = self._code.changed()
-        return None if changed is None else str(changed)
-
-
-class _Settling:
-    """Which steps may be captured: those that have the settings and the gradients of one of the
-    last steps, or settings that come again and again while the gradients' memory is always another.
-    The first steps, `early` in number, may not."""
-
-    def __init__(self, early: int) -> None:
-        self._early = early
-        self._last: deque[tuple[Hashable, list[int]]] = deque(maxlen=_MAX_CYCLE)
-        self._unsettled = 0
-        self._moves: Counter[Hashable] = Counter()
-
-    def is_early(self) -> bool:
-        """Whether this step is one of the first. Counts it."""
-        self._early -= 1
-        return self._early >= 0
-
-    def has_settled(self, key: Hashable, gradients: list[Any]) -> bool:
-        """Whether a step that has no graph may get one."""
-        if (now := (key, list(map(id, gradients)))) in self._last:
-            self._unsettled = 0
-            return True
-        self._last.append(now)
-        self._unsettled += 1
-        if self._unsettled >= _MAX_UNSETTLED:
-            raise CaptureError(
-                "each step finds other settings, or its gradients in other memory as an eager "
-                "backward leaves them, and a graph would use the old ones"
-            )
-        return False
-
-    def only_gradients_move(self, key: Hashable) -> bool:
-        """Whether a step that has not settled may be captured with copies of its gradients. `key`
-        is what such a graph depends on."""
-        if len(self._moves) > _MAX_UNSETTLED:
-            self._moves.clear()
-        self._moves[key] += 1
-        return self._moves[key] > _MOVES_BEFORE_COPIES
-
-    def forget(self) -> None:
-        self._last.clear()
-        self._moves.clear()
 
 
 def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:

@@ -79,6 +79,21 @@ class Trials:
         trial.obstacles = obstacles
         trial.known |= storages(tensors())
 
+    def record(
+        self,
+        key: Hashable,
+        caller: CodeType,
+        work: Callable[[], object],
+        tensors: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        """Run what is being captured under a trace, for work of which no two eager runs are alike
+        before it is captured. Checks compare with this run."""
+        tracer = StepTracer(self._device, caller)
+        with tracer:
+            work()
+        tracer.trace.leave_out(storages(tensors()))
+        self.watch.agree(key, tracer.trace)
+
     def learn(self, key: Hashable, trial: TracedRun, *, first: bool) -> str | None:
         """Add a trial before a capture. Returns why nothing can be captured, if that is clear."""
         return self.watch.learn(key, trial.trace, trial.obstacles, trial.known, first=first)

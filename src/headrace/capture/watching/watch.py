@@ -157,8 +157,7 @@ class StepWatch:
         before = self._traces.pop(key, None)
         difference = None if before is None else trace.difference(before)
         if before is not None and difference is None:
-            trace.forget_memory()
-            self._agreed[key] = trace
+            self.agree(key, trace)
             return None
         if difference is not None:
             self._differences[key] += 1
@@ -168,6 +167,11 @@ class StepWatch:
             self._traces.pop(next(iter(self._traces)))
         self._traces[key] = trace
         return None
+
+    def agree(self, key: Hashable, trace: OperationTrace) -> None:
+        """Later checks compare with this trace."""
+        trace.forget_memory()
+        self._agreed[key] = trace
 
     def query_in_capture(self) -> CaptureQuery:
         """What code is answered in a capture that `can_deny`: the same as in the trials."""
