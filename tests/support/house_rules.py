@@ -25,7 +25,7 @@ TESTED_IN = {
         *("capture/models/model_state.py", "capture/models/model_trials.py"),
         *("capture/models/waiting_call.py", "capture/reports/report.py"),
         *("capture/state/gradients.py", "capture/state/held_buffers.py"),
-        *("capture/state/memory.py", "capture/state/nested.py"),
+        "capture/state/nested.py",
     ),
     "capture/models/test_outputs.py": ("capture/models/shared_memory.py",),
     "capture/parts/test_speed_up.py": (

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from headrace.capture.guards.module_guards import ModuleGuards
-from headrace.capture.state.update_memory import UpdateMemory, optimized
+from headrace.capture.state.memory import StateMemory
+from headrace.capture.state.state import StepState
+from headrace.device import open_device
 
 
 def deep(layers: int) -> nn.Module:
@@ -49,10 +51,11 @@ def test_nor_does_that_of_an_update() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        memories.append((UpdateMemory(optimizer), optimized(optimizer)))
-    for memory, parameters in memories:
-        assert not memory.has_moved(parameters)
-    calls = [python_calls(lambda m=m, p=p: m.has_moved(p)) for m, p in memories]
+        state = StepState(open_device("cpu"), optimizer.step, (), (optimizer,))
+        memories.append(StateMemory(state))
+    for memory in memories:
+        assert not memory.has_moved()
+    calls = [python_calls(memory.has_moved) for memory in memories]
     assert calls[0] == calls[1] < 10
 
 

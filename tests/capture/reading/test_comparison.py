@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.capture.reading.comparison import Comparison, all_entries, listed
+from headrace.capture.reading.comparison import Comparison, listed, same_values
 
 
 def made() -> SimpleNamespace:
@@ -44,10 +44,43 @@ def test_what_changes_is_noticed(name: str) -> None:
 
 def test_thousands_of_entries_are_compared() -> None:
     boxes = [{"a": object(), 1: object()} for _ in range(2000)]
-    holds = all_entries(boxes)
+    comparison = Comparison()
+    for box in boxes:
+        for key, value in box.items():
+            comparison.entry(box, key, value)
+    holds = comparison.compile()
     assert holds()
     boxes[1999]["a"] = object()
     assert not holds()
+
+
+def take(boxes: list[dict[Any, Any]]) -> None:
+    del boxes[1]["b"]
+
+
+def add(boxes: list[dict[Any, Any]]) -> None:
+    boxes[2]["c"] = object()
+
+
+def first_of_an_empty_one(boxes: list[dict[Any, Any]]) -> None:
+    boxes[0]["a"] = boxes[1].pop("a")
+
+
+def another(boxes: list[dict[Any, Any]]) -> None:
+    boxes[2]["b"] = object()
+
+
+def swap(boxes: list[dict[Any, Any]]) -> None:
+    boxes[1]["a"], boxes[1]["b"] = boxes[1]["b"], boxes[1]["a"]
+
+
+@pytest.mark.parametrize("change", [take, add, first_of_an_empty_one, another, swap])
+def test_values_of_dicts_are_compared(change: Callable[[list[dict[Any, Any]]], None]) -> None:
+    boxes: list[dict[Any, Any]] = [{}, *({"a": object(), "b": object()} for _ in range(2))]
+    hold = same_values(boxes)
+    assert hold()
+    change(boxes)
+    assert not hold()
 
 
 def test_nothing_is_the_same_as_nothing() -> None:

@@ -98,6 +98,16 @@ def test_loaded_state_and_a_new_group_are_noticed(capturing: Device) -> None:
     assert report.parts[1].replays >= 4
 
 
+def test_state_in_other_memory_is_noticed(capturing: Device) -> None:
+    def before(at: int, optimizer: torch.optim.Optimizer) -> None:
+        if at == 6:
+            for state in optimizer.state.values():
+                state["exp_avg"].data = state["exp_avg"].clone().mul_(3)
+
+    report = compare(capturing, lambda device: loop(device, adamw, before), 10)
+    assert (report.parts[1].captures, report.parts[1].why) == (2, None)
+
+
 def test_a_closure_and_a_plain_sgd(capturing: Device) -> None:
     def make(device: Device) -> Made:
         model = small().to(device.torch_device)

@@ -6,7 +6,6 @@ import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from headrace.capture.guards.obstacles import (
     hooks_so_far,
 )
 from headrace.capture.guards.read_values import ReadValues
-from headrace.capture.reading.comparison import dicts_of_modules
+from headrace.capture.reading.comparison import dicts_of_modules, same_values
 from headrace.capture.state.state import unique
 
 _TRAINING = operator.attrgetter("training")
@@ -26,8 +25,6 @@ _HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # What every module has of its own, and what is checked apart or put there by a wrapper.
 _OWN = frozenset({*vars(torch.nn.Module()), "forward", "__getstate__"})
 _MAX_LOOKS = 16
-#: Ends what is compared, so that more or fewer values differ from it.
-_END = (object(),)
 
 
 class CodeGuards(ReadValues):
@@ -54,11 +51,7 @@ class ModuleGuards:
             if one.layout is torch.strided and not one.is_nested
         ]
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        registered = dicts_of_modules(self.modules)
-        # Views show what the dicts hold now.
-        self._registered = [one.values() for one in registered if one]
-        self._empty = [one for one in registered if not one]
-        self._registered_values = [*self._now_registered()]
+        self._have_same_values = same_values(dicts_of_modules(self.modules))
         self._classes = list(map(type, self.modules))
         self._hook_dicts = [one for one in self._all_hooks() if one]
         self._hook_counts = list(map(len, self._hook_dicts))
@@ -76,16 +69,12 @@ class ModuleGuards:
         ]
         return [*self.buffers, *attributes]
 
-    def _now_registered(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(self._registered), _END)
-
     def hold(self) -> bool:
         """Whether all is as it was. Call it before each replay: no Python code runs for each
         parameter or module."""
         return (
             list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
-            and all(map(operator.is_, self._now_registered(), self._registered_values))
-            and not any(self._empty)
+            and self._have_same_values()
             and list(map(type, self.modules)) == self._classes
             and list(map(len, self._hook_dicts)) == self._hook_counts
             and (hooks_so_far() == self._hooks_so_far or self._have_same_hooks())
@@ -131,8 +120,7 @@ class ModuleGuards:
         """What has changed, in words; it follows "because"."""
         if list(map(type, self.modules)) != self._classes:
             return "its modules get other classes"
-        registered = map(operator.is_, self._now_registered(), self._registered_values)
-        if any(self._empty) or not all(registered):
+        if not self._have_same_values():
             return "its modules, parameters or buffers are replaced"
         for tensor, address in zip(self.tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:

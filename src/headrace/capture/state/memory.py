@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.capture.reading.comparison import all_entries, dicts_of_modules
+from headrace.capture.reading.comparison import dicts_of_modules, same_values
 from headrace.capture.reading.contents import same_value
 from headrace.capture.state.state import StepState, unique
 from headrace.errors import CaptureError
@@ -36,7 +36,7 @@ class StateMemory:
         for optimizer in state.optimizers:
             own = [values for values in optimizer.state.values() if isinstance(values, dict)]
             dicts += [optimizer.state, *own]
-        self._have_same_entries = all_entries(dicts)
+        self._have_same_values = same_values(dicts)
 
     def has_moved(self) -> bool:
         """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, has
@@ -46,7 +46,7 @@ class StateMemory:
         return (
             len(held) != len(self._held)
             or not all(map(operator.is_, held, self._held))
-            or not self._have_same_entries()
+            or not self._have_same_values()
             or self._look() != self._figures
         )
 
@@ -55,9 +55,7 @@ class StateMemory:
         have."""
         states = list(map(_STATE, self._state.optimizers))
         of_parameters = chain.from_iterable(map(_VALUES, states))
-        groups = self._state.param_groups()
-        parameters = chain.from_iterable(map(operator.itemgetter("params"), groups))
-        return [*states, *of_parameters, *parameters]
+        return [*states, *of_parameters, *self._state.updated()]
 
     def _look(self) -> tuple[list[Any], ...]:
         return (

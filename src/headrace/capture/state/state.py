@@ -6,8 +6,10 @@ optimizer; a step function of the user's may have several of each.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,7 +93,7 @@ class StepState:
 
     def updated(self) -> list[torch.Tensor]:
         """The parameters that the optimizers have."""
-        return [parameter for group in self.param_groups() for parameter in group["params"]]
+        return list(chain.from_iterable(map(_PARAMETERS, self.param_groups())))
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers and the optimizers' state, each once."""
@@ -103,6 +105,9 @@ class StepState:
                 values = state.values() if isinstance(state, dict) else ()
                 found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return list(found.values())
+
+
+_PARAMETERS = operator.itemgetter("params")
 
 
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.capture.state.gradient_copies import GradientCopies
 from headrace.capture.state.memory import StateBeforeCapture
 from headrace.capture.state.state import StepState
-from headrace.capture.state.update_memory import optimized
 from headrace.capture.watching.trials import Trials
 from headrace.device import Graph
 from headrace.errors import CaptureError
@@ -84,7 +83,7 @@ class _UpdateInputs:
             copies.make(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return [one.grad for one in optimized(self._optimizer)]
+        return [one.grad for one in self._state.updated()]
 
     def tensors(self) -> list[torch.Tensor]:
         """All memory that a step uses: this, and what it finds where it was."""

@@ -19,7 +19,6 @@ from headrace.capture.reports.part import PartReport, PartTally
 from headrace.capture.reports.reasons import CHECKED, FIRST_STEPS, NEW_GRADIENTS
 from headrace.capture.reports.report import describe_failure
 from headrace.capture.state.state import StepState
-from headrace.capture.state.update_memory import optimized
 from headrace.capture.updates.captured_update import SCALER_INPUTS, CapturedUpdate, capture_update
 from headrace.capture.updates.checked_step import checked_step
 from headrace.capture.updates.settling import Settling, UpdateBasis
@@ -99,13 +98,12 @@ class GraphedUpdate:
         """The graph of this step; else why the step must run eagerly."""
         if self._settling.is_early():
             return FIRST_STEPS
-        parameters = optimized(self._optimizer)
-        if self._basis is not None and (changed := self._basis.difference(parameters)) is not None:
+        if self._basis is not None and (changed := self._basis.difference()) is not None:
             self._drop_graphs()
             if self.part.note_change():
                 self.give_up(f"{changed} (again and again)")
                 return changed
-        gradients = list(map(_GRADIENT, parameters))
+        gradients = list(map(_GRADIENT, self._state.updated()))
         scales = [getattr(self._optimizer, name, None) is not None for name in SCALER_INPUTS]
         settings = (self._settings.read(self._state), *scales)
         key = (*settings, *_addresses(gradients))

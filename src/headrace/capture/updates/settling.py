@@ -7,13 +7,11 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from headrace.capture.guards.read_values import ReadValues
 from headrace.capture.state.capturable_optimizer import CapturableOptimizer
 from headrace.capture.state.gradient_copies import GradientCopies
+from headrace.capture.state.memory import StateMemory
 from headrace.capture.state.state import StepState
-from headrace.capture.state.update_memory import UpdateMemory, optimized
 from headrace.errors import CaptureError
 
 # So many kinds of steps may come in turns: a loop may train one of its tasks after another.
@@ -28,21 +26,21 @@ class UpdateBasis:
     """What an optimizer's graphs share, until something of it is replaced."""
 
     def __init__(self, state: StepState) -> None:
-        (self._optimizer,) = state.optimizers
+        self._state = state
         # PyTorch's own step reads nothing that other checks do not compare; the user's may.
         self._code = ReadValues(replace(state, function=None))
-        self.capturable = CapturableOptimizer(state.device, self._optimizer)
+        self.capturable = CapturableOptimizer(state.device, *state.optimizers)
         self.pool = state.device.graph_pool()
-        self.copies = GradientCopies(optimized(self._optimizer))
-        self._memory = UpdateMemory(self._optimizer)
+        self.copies = GradientCopies(state.updated())
+        self._memory = StateMemory(self._state)
 
     def note_capture(self) -> None:
         """Graphs now use the present memory."""
-        self._memory = UpdateMemory(self._optimizer)
+        self._memory = StateMemory(self._state)
 
-    def difference(self, parameters: list[torch.Tensor]) -> str | None:
+    def difference(self) -> str | None:
         """What is not as it was when graphs were captured."""
-        if self._memory.has_moved(parameters):
+        if self._memory.has_moved():
             return "its parameters or its state are replaced"
         changed = self._code.changed()
         return None if changed is None else str(changed)
