@@ -726,9 +726,11 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.norm, self.place = nn.BatchNorm1d(4), nn.Embedding(3, 4)
+        self.register_buffer("places", torch.arange(3))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.body(x).tanh()
+        hidden = self.norm(self.body(x)).tanh() + self.place(self.places).sum(0)
         return self.one(hidden), self.other(hidden)
 
 

@@ -86,7 +86,8 @@ class WaitingCall:
         finally:
             with torch.no_grad():
                 for one, content in zip(buffers, contents, strict=True):
-                    one.copy_(content)
+                    # `.data`: autograd has saved buffers, and must not see a write.
+                    one.data.copy_(content)
 
 
 @contextmanager
