@@ -123,7 +123,7 @@ LOOP = """
 
 def test_a_loop_is_the_same_and_all_its_parts_are_found(both: Any) -> None:
     ended = both(LOOP.replace("WORKERS", "0"))
-    assert ended.replays() == {"Net": 20, "AdamW": 18, "DataLoader": 0}
+    assert ended.replays() == {"Net": 20, "AdamW": 17, "DataLoader": 0}  # one is checked
     net, optimizer, loader = ended.result.parts
     assert net.line.text == "loss = loss_of(net(x), y)"
     assert optimizer.line.text == "optimizer.step()"
