@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from headrace.capture import GraphReport
-from headrace.device import Device, available_devices, open_device
+from headrace.device import Device, open_device
 from headrace.engine.build.model_builder import ModelStepBuilder
 from headrace.engine.build.user_builder import UserStepBuilder
+from headrace.engine.device_choice import device_to_train_on
 from headrace.engine.loop.open_loop import Steps
 from headrace.engine.loop.results import EpochResult
-from headrace.engine.loss.compiled import CompileReport
 from headrace.engine.loss.forward import LossFunction
-from headrace.engine.options import (
-    EngineOptions,
-    Hook,
-    Hooks,
-    OnEpoch,
-    OnOutputs,
-    OnProgress,
-    OnValues,
-)
+from headrace.engine.options import EngineOptions, Hooks, OnEpoch, OnOutputs, OnProgress, OnValues
 from headrace.engine.step.user_step import StepFunction
 from headrace.engine.training import PlannedTraining
-from headrace.engine.update.ema import Ema
 from headrace.engine.update.nonfinite import NonFinitePolicy
 from headrace.engine.update.schedules import LearningRateFunction, Scheduler, SchedulerInterval
-from headrace.engine.values.arrived import DeferredValues
-from headrace.errors import StepError
-from headrace.parallel import Ranks, device_of
+from headrace.engine.view import EngineView
 from headrace.plan import Plan
 
-log = logging.getLogger("headrace")
 
-
-class Engine:
+class Engine(EngineView):
     """Trains a model under a plan.
 
         engine = Engine(model, optimizer, loss_fn)
@@ -99,13 +83,6 @@ class Engine:
             the last batch trained on: save a checkpoint here. Not called with several ranks.
     """
 
-    on_step = Hook[OnProgress]()
-    on_update = Hook[OnProgress]()
-    on_update_every = Hook[int]()
-    on_values = Hook[OnValues]()
-    on_outputs = Hook[OnOutputs]()
-    on_epoch = Hook[OnEpoch]()
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -137,7 +114,7 @@ class Engine:
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
         options = EngineOptions(
-            open_device(device or _device_of(model)),
+            open_device(device or device_to_train_on(model)),
             precision,
             deterministic,
             nvtx,
@@ -195,51 +172,6 @@ class Engine:
         hooks = Hooks(on_step, on_update, on_update_every, on_values, on_outputs, on_epoch)
         return _StepEngine(hooks, PlannedTraining(options, hooks, builder, Plan.of(plan)))
 
-    @property
-    def device(self) -> Device:
-        return self._training.options.device
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that passes run under."""
-        return self._training.planned.plan
-
-    @property
-    def epochs(self) -> int:
-        """Finished epochs, including those of a restored state."""
-        return self._training.epochs
-
-    @property
-    def last_result(self) -> EpochResult | None:
-        """The result of the last training loop, also of one that an error or a `break` ended."""
-        return self._training.last_result
-
-    @property
-    def _builder(self) -> Any:
-        return self._training.builder
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The model that this engine trains."""
-        return self._training.builder.model
-
-    @property
-    def ema(self) -> Ema | None:
-        """The averaged weights; None without `ema_decay`."""
-        return self._training.builder.ema
-
-    @property
-    def carried(self) -> Any:
-        """The state that the next batch gets, as live tensors; None without a `carry`, or if it is
-        the initial state. Set it to continue from another state, or to None to begin anew."""
-        return None if self._training.builder.carry is None else self._training.builder.carry.state
-
-    @carried.setter
-    def carried(self, state: Any) -> None:
-        if self._training.builder.carry is None:
-            raise StepError("this engine carries no state: expected Engine(…, carry=…)")
-        self._training.builder.carry.set(state)
-
     # --- training and evaluation ------------------------------------------------------------------
 
     def epoch(
@@ -271,19 +203,6 @@ class Engine:
         """
         return self._training.steps(loader, max_steps, first_batch)
 
-    def leave(self) -> None:
-        """End a `steps()` loop between two batches. Call it on all ranks, then `break`. A single
-        process may `break` without it."""
-        running = self._training.loop.running
-        if running is not None:
-            running.leave()
-
-    def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
-        """Wait for the values of all batches so far, between two batches of a `steps()` loop.
-        Returns those that have not been in `Progress.arrived` yet."""
-        running = self._training.loop.running
-        return () if running is None else running.settle(reason)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that a new process needs to continue exactly here: model, optimizer,
         scheduler, scaler, averages, carried state, gradients of an open group, random states, the
@@ -303,53 +222,11 @@ class Engine:
         return self._training.load_state_dict(state)
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        loader: Iterable[Any],
-        *,
-        on_outputs: OnOutputs = None,
-    ) -> EpochResult:
+    def evaluate(self, loader: Iterable[Any], *, on_outputs: OnOutputs = None) -> EpochResult:
         """Compute loss and metrics over a loader: in eval mode, without gradients, under the plan.
         Carried state begins with the initial one. `on_outputs(step, outputs)` gets what the loss
         function returns under `outputs`, such as predictions for a metric."""
         return self._training.evaluate(loader, on_outputs)
-
-    def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
-        """Use another plan, from the next epoch on."""
-        self._training.use_plan(Plan.of(plan))
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates so far, including those of a restored state."""
-        return self._training.builder.updates
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that train this model together: one, unless it is wrapped in DDP or FSDP2."""
-        return self._training.builder.ranks
-
-    @property
-    def is_between_updates(self) -> bool:
-        """Whether no accumulation group is open. With several ranks, take a state only then."""
-        parts = self._training.builder.parts
-        return parts is None or not parts.group.is_open
-
-    @property
-    def graphs(self) -> GraphReport | None:
-        """How steps run (`way`), and why not as the whole step in one graph; None if the plan has
-        no graphs, or the device supports none."""
-        graphs = self._training.builder.graphs
-        return None if graphs is None else graphs.report()
-
-    @property
-    def compiled(self) -> CompileReport | None:
-        """Whether the step runs as compiled code, or why not; None if the plan does not compile."""
-        return self._training.planned.compiled
-
-    def close(self) -> None:
-        """Free the device memory that the plan occupies: graphs and cached batches. The engine can
-        still be used."""
-        self._training.planned.close()
 
 
 class _StepEngine(Engine):
@@ -358,23 +235,3 @@ class _StepEngine(Engine):
     def __init__(self, hooks: Hooks, training: PlannedTraining) -> None:
         self.hooks = hooks
         self._training = training
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    """The model's device. Warn if it is the CPU, although there is an accelerator."""
-    device, best = device_of(model), available_devices()[0]
-    if device.type == "cpu" and best != "cpu":
-        _warn_of_cpu(best)
-    return device
-
-
-@cache
-def _warn_of_cpu(best: str) -> None:
-    """Warn once in this process."""
-    log.warning(
-        "the model is on the CPU, so the engine trains there, and this machine has %s: call "
-        "model.to('%s') before you create the optimizer, or pass device='cpu' to the engine if you "
-        "want the CPU",
-        best,
-        best.partition(":")[0],
-    )
