@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,15 +45,16 @@ class CudaPool:
         self._graphs.discard(graph)
 
 
-#: By the random generator of each GPU, which owns the memory in question.
-_orders: weakref.WeakKeyDictionary[torch.Generator, DrawOrder] = weakref.WeakKeyDictionary()
-
-
 class DrawOrder:
     """All graphs of a GPU find the random seed and offset in the same memory. Each replay of one
     that draws sets them first: so it waits for the one before it, if that is on another stream."""
 
-    def __init__(self) -> None:
+    #: By the number of the GPU.
+    _known: ClassVar[dict[int, DrawOrder]] = {}
+
+    def __init__(self, generator: torch.Generator) -> None:
+        #: The GPU's random generator, which owns that memory.
+        self.generator = generator
         self._lock = threading.Lock()
         self._stream: tuple[int, ...] | None = None
         self._replayed = torch.cuda.Event()
@@ -61,7 +62,10 @@ class DrawOrder:
     @classmethod
     def of(cls, device_index: int) -> DrawOrder:
         generator = torch.cuda.default_generators[device_index]
-        return _orders.get(generator) or _orders.setdefault(generator, cls())
+        found = cls._known.get(device_index)
+        if found is None or found.generator is not generator:
+            found = cls._known[device_index] = cls(generator)
+        return found
 
     @contextmanager
     def next(self, stream: tuple[int, ...]) -> Iterator[None]:
