@@ -296,19 +296,6 @@ def test_time_left_of_a_run_that_was_resumed_near_its_last_batch() -> None:
         assert left(watched) == "0:10"
 
 
-def test_time_left_is_steady_after_a_resume() -> None:
-    """The first batches are slow; the run was at one batch a second before, with 40 s between."""
-    watched = Watched(3)
-    with watched.progress as progress:
-        progress.expect(1.0, 1800.0, 40.0)
-        watched.epoch_begins(1, 100, first_batch=50)
-        assert left(watched) == "3:50"  # 150 batches, two validations
-        watched.train(1, 6.0)
-        assert left(watched) == "4:19"
-        watched.train(40, 1.0)
-        assert left(watched) == "3:09"
-
-
 def test_time_left_ends_with_the_time_limit() -> None:
     watched = Watched(10, ends_at_s=1060.0)
     with watched.progress:

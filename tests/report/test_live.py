@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[LiveServer]:
-    with LiveServer(folder, look_s=0.01) as found:
+    with LiveServer(folder) as found:
         yield found
 
 
@@ -41,25 +41,22 @@ def test_the_page_is_that_of_the_report_in_a_frame(server: LiveServer, folder: P
     assert frame.headers["Cache-Control"] == "no-store"
     text = frame.read().decode()
     assert '<iframe title="exp – Headrace" src="/page">' in text
-    assert 'new EventSource("/events")' in text
+    assert 'fetch("/state")' in text
     page = asked(server, "/page").read().decode()
     assert page.startswith("<!doctype html>")
     assert len(page) == pytest.approx(len(render(folder)), rel=0.01)
 
 
-def test_a_change_of_the_run_is_an_event(server: LiveServer, folder: Path) -> None:
-    events = asked(server, "/events")
-    assert events.headers.get_content_type() == "text/event-stream"
-    assert events.readline() == b": watching\n"
-    events.readline()
+def test_a_change_of_the_run_is_another_state(server: LiveServer, folder: Path) -> None:
+    before = asked(server, "/state").read()
     (folder / "report.html").write_text("a report is no change")
+    assert asked(server, "/state").read() == before
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")
-    assert events.readline() == b"event: changed\n"
-    events.close()
+    assert asked(server, "/state").read() != before
 
 
-@pytest.mark.parametrize("path", ["/", "/page", "/events"])
+@pytest.mark.parametrize("path", ["/", "/page", "/state"])
 @pytest.mark.parametrize(
     "headers",
     [
@@ -105,15 +102,13 @@ def test_a_run_that_has_written_nothing_yet_says_so(tmp_path: Path) -> None:
     assert "There is no report yet: " in text
 
 
-def test_closing_ends_open_connections_and_waiting(folder: Path) -> None:
-    server = LiveServer(folder, look_s=0.01)
+def test_closing_ends_the_waiting(folder: Path) -> None:
+    server = LiveServer(folder)
     with server:
-        events = asked(server, "/events")
         waiting = threading.Thread(target=server.wait)
         waiting.start()
     waiting.join(30)
     assert not waiting.is_alive()
-    assert events.read() == b": watching\n\n"
 
 
 def test_what_cannot_be_watched_is_an_error(tmp_path: Path, server: LiveServer) -> None:

@@ -75,12 +75,6 @@ class ProgressLine(StatusLine):
         self._print_hidden_epoch()
         super().__exit__(*exception)
 
-    def expect(self, batches_per_s: float, tokens_per_s: float, between_s: float) -> None:
-        """Call this before a resumed run begins, with the rates of its earlier part and the time
-        between its epochs: the time left then counts with them, until they are measured again."""
-        self._rates.assume(batches_per_s, tokens_per_s)
-        self._between_s = between_s
-
     def epoch_begins(
         self, epoch: int, batches: int | None, *, first_batch: int = 0, limit: int | None = None
     ) -> None:

@@ -53,13 +53,6 @@ class RecentRates:
         self._earlier_epochs = (0.0, 0.0)  # batches, tokens
         self._records = deque([(now_s, 0.0, 0.0)])
 
-    def assume(self, batches_per_s: float, tokens_per_s: float) -> None:
-        """Begin as if the last half minute had had these rates."""
-        begun_s = self._records[-1][0]
-        self._records.clear()
-        for ago_s in range(round(_RECENT_S), -1, -1):
-            self._records.append((begun_s - ago_s, -ago_s * batches_per_s, -ago_s * tokens_per_s))
-
     def skip(self, seconds: float) -> None:
         self._skipped_s += seconds
 

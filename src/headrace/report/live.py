@@ -1,14 +1,13 @@
 """A run's page on this machine while it trains: `headrace watch`.
 
 The page is that of `headrace report`, in a frame that is loaded again when a file of the run has
-changed. The browser learns that by server-sent events. The server only reads, listens on the
-loopback address only, and answers no other site's requests.
+changed: the browser asks every second. The server only reads, listens on the loopback address only,
+and answers no other site's requests.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,8 +18,6 @@ from headrace.errors import HeadraceError, ReportError
 from headrace.report.writing import render
 
 HOST = "127.0.0.1"
-#: How often files are looked at, and how often an idle connection is tried.
-_LOOK_S, _KEEP_ALIVE_S = 1.0, 15.0
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -44,12 +41,16 @@ html, body, iframe {{ margin: 0; width: 100%; height: 100%; border: 0; display: 
 <iframe title="{title}" src="/page"></iframe>
 <script>
 const frame = document.querySelector("iframe");
-let top_ = 0;
+let top_ = 0, seen = null;
 frame.addEventListener("load", () => frame.contentWindow.scrollTo(0, top_));
-new EventSource("/events").addEventListener("changed", () => {{
-  top_ = frame.contentWindow.scrollY;
-  frame.contentWindow.location.reload();
-}});
+setInterval(async () => {{
+  const state = await fetch("/state").then(answer => answer.text(), () => seen);
+  if (seen !== null && state !== seen) {{
+    top_ = frame.contentWindow.scrollY;
+    frame.contentWindow.location.reload();
+  }}
+  seen = state;
+}}, 1000);
 </script>
 </body>
 </html>
@@ -68,11 +69,11 @@ class LiveServer:
         server.wait()
     """
 
-    def __init__(self, source: Path, port: int = 0, look_s: float = _LOOK_S) -> None:
+    def __init__(self, source: Path, port: int = 0) -> None:
         if not source.exists():
             raise ReportError(f"{source}: no such run or result")
         self._stopped = threading.Event()
-        handler = type("Handler", (_Handler,), {"run": _WatchedRun(source, look_s, self._stopped)})
+        handler = type("Handler", (_Handler,), {"run": _WatchedRun(source)})
         try:
             self._server = ThreadingHTTPServer((HOST, port), handler)
         except OSError as problem:
@@ -103,9 +104,9 @@ class LiveServer:
 class _WatchedRun:
     """The run that is watched, and when its files last changed."""
 
-    def __init__(self, source: Path, look_s: float, stopped: threading.Event) -> None:
+    def __init__(self, source: Path) -> None:
         self.title = f"{source.resolve().name} – Headrace"
-        self._source, self._look_s, self._stopped = source, look_s, stopped
+        self._source = source
 
     def page(self) -> str:
         """The report as it is now, or why there is none yet."""
@@ -114,21 +115,7 @@ class _WatchedRun:
         except HeadraceError as problem:
             return _EMPTY.format(title=escape(self.title), reason=escape(str(problem)))
 
-    def changes(self) -> Iterator[bool]:
-        """True after each change of the files, False now and then without one, until the server
-        stops."""
-        seen, idle_s = self._state(), 0.0
-        while not self._stopped.wait(self._look_s):
-            state = self._state()
-            idle_s += self._look_s
-            if state != seen:
-                seen, idle_s = state, 0.0
-                yield True
-            elif idle_s >= _KEEP_ALIVE_S:
-                idle_s = 0.0
-                yield False
-
-    def _state(self) -> list[tuple[str, int, int]]:
+    def state(self) -> str:
         """Name, size and time of each file, without those of its folders."""
         folder = self._source.is_dir()
         found = []
@@ -139,7 +126,7 @@ class _WatchedRun:
                 continue
             if path.is_file() and path.suffix != ".html":  # a report is written of the rest
                 found.append((path.name, stat.st_size, stat.st_mtime_ns))
-        return found
+        return repr(found)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -156,8 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "text/html", _FRAME.format(title=escape(self.run.title)))
         elif self.path == "/page":
             self._answer(HTTPStatus.OK, "text/html", self.run.page())
-        elif self.path == "/events":
-            self._tell_changes()
+        elif self.path == "/state":
+            self._answer(HTTPStatus.OK, "text/plain", self.run.state())
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "no such page\n")
 
@@ -177,30 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode(errors="replace")
-        self._begin(status, kind, str(len(body)))
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _begin(self, status: HTTPStatus, kind: str, length: str | None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        if length is not None:
-            self.send_header("Content-Length", length)
+        self.send_header("Content-Length", str(len(body)))
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
-
-    def _tell_changes(self) -> None:
-        self.close_connection = True
-        self._begin(HTTPStatus.OK, "text/event-stream", None)
-        if self.command == "HEAD":
-            return
-        try:
-            self.wfile.write(b": watching\n\n")
-            for has_changed in self.run.changes():
-                self.wfile.write(b"event: changed\ndata:\n\n" if has_changed else b": idle\n\n")
-        except ConnectionError:  # the browser has gone
-            return
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *given: Any) -> None:
         """Say nothing: the terminal is the user's."""

@@ -68,12 +68,6 @@ def _description(parts: RunParts) -> str:
     )
 
 
-def tokens_per_batch(parts: RunParts) -> float:
-    """Target tokens that a batch trains on, in the mean: all but bos."""
-    train = parts.data.splits["train"]
-    return (train.tokens[1] - len(train)) / max(1, len(parts.loader.sampler.batches))
-
-
 def nothing_to_do(parts: RunParts, folder: RunFolder) -> str:
     settings, engine = parts.settings, parts.engine
     if engine.epochs >= settings.epochs:

@@ -12,7 +12,7 @@ from headrace.checkpoint import CheckpointWriter
 from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder, StopRequests, Watchdog
 from headrace.progress import ProgressLine
 from headrace.text_table import counted
-from headrace.translation.announcements import nothing_to_do, tokens_per_batch
+from headrace.translation.announcements import nothing_to_do
 from headrace.translation.build import RunParts
 from headrace.translation.ending import (
     close_unneeded,
@@ -24,7 +24,6 @@ from headrace.translation.ending import (
 from headrace.translation.observers import (
     EpochGauges,
     RunObservers,
-    expect_earlier_rates,
     is_done,
     new_metrics,
     new_monitor,
@@ -102,8 +101,6 @@ class BuiltRun:
             self.progress.message(
                 f"resuming from {path}: epoch {engine.epochs + 1}, batch {first_batch + 1:,}"
             )
-            rate = tokens_per_batch(self.parts)
-            expect_earlier_rates(self.progress, self.folder.metrics, rate)
 
     def _train(
         self,

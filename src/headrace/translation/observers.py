@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from headrace.device import Device
 from headrace.engine import Engine, Progress
-from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder, UsageLog, Watchdog, read_metrics
+from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder, UsageLog, Watchdog
 from headrace.parallel import Ranks
 from headrace.progress import Gauges, ProgressLine, silent_console
 from headrace.translation.settings import TrainSettings
@@ -90,17 +89,6 @@ def new_progress(
     if ranks.is_first:
         return ProgressLine(epochs, quiet, gauges=gauges, ends_at_s=ends_at_s)
     return ProgressLine(epochs, quiet=True, console=silent_console())
-
-
-def expect_earlier_rates(progress: ProgressLine, metrics: Path, tokens_per_batch: float) -> None:
-    """Tell the progress line of a resumed run how fast its earlier part was, as its metrics say."""
-    tokens_per_s = validation_s = 0.0
-    for line in read_metrics(metrics):
-        if line.get("kind") in ("step", "epoch"):
-            tokens_per_s = line.get("tokens_per_s") or tokens_per_s
-            validation_s = line.get("validation_s") or validation_s
-    if tokens_per_s and tokens_per_batch:
-        progress.expect(tokens_per_s / tokens_per_batch, tokens_per_s, validation_s)
 
 
 def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> MetricsLog | NoMetrics:

@@ -60,12 +60,12 @@ class StepGraphs:
         """Drop all graphs: the optimizer has another state by now."""
         self._graphs.drop()
         self._parts.group.kept.assume_reached(is_open=self._parts.group.is_open)
-        # An optimizer that was capturable stays so. In older states, without "prepared", all were.
-        if state is not None and state.get("prepared", self._graphs.why is None):
+        # An optimizer that was capturable stays so.
+        if state is not None and state["prepared"]:
             self._graphs.make_capturable()
         elif self._graphs.optimizers.are_capturable:
             self._graphs.optimizers.forget()
-        if state is not None and state.get("as_captured"):
+        if state is not None and state["as_captured"]:
             self._graphs.trials.watch.answer_as_captured()
 
     def report(self) -> GraphReport:

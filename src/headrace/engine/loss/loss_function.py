@@ -64,30 +64,15 @@ def _check_signature(loss: Any, carries: bool) -> None:
     except TypeError as problem:
         names = [str(parameter) for parameter in called.parameters.values()]
         call = "loss(model, batch, carried)" if carries else "loss(model, batch)"
-        wanted = f"Write it as def {call}" if carries else _suggest_signature(called)
         raise StepError(
             f"the engine calls {call}, but {describe_function(loss)} takes ({', '.join(names)}): "
-            f"{problem}. {wanted}"
+            f"{problem}. Let it take the whole batch, and unpack it inside"
         ) from None
     if carries:
         return
     outputs, targets, *_ = *(name.lower() for name in bound.arguments), "", ""
     if _OUTPUTS.fullmatch(outputs) and _TARGETS.fullmatch(targets):
         raise _criterion_error(loss)
-
-
-def _suggest_signature(called: inspect.Signature) -> str:
-    """How to rewrite a function that takes other arguments."""
-    usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    empty = inspect.Parameter.empty
-    names = [p.name for p in called.parameters.values() if p.kind in usual and p.default is empty]
-    if len(names) < 3:
-        return "Write it as def loss(model, batch)"
-    first, *rest = names
-    return (
-        f"Let it take the whole batch and unpack it: def loss({first}, batch): "
-        f"{', '.join(rest)} = batch"
-    )
 
 
 def _criterion_error(loss: object) -> StepError:

@@ -86,8 +86,8 @@ class PositionTracker:
         finally:
             set_rng_states(self._device, now)
         for one in state["generators"] or []:
-            # On a GPU, if that is PyTorch's default device. Older states have only CPU generators.
-            generator = torch.Generator(device=one.get("device", "cpu"))
+            # On a GPU, if that is PyTorch's default device.
+            generator = torch.Generator(device=one["device"])
             generator.manual_seed(one["seed"]).set_state(one["state"].to("cpu"))
         total, weight = state["epoch_loss"]
         WeightedSum(total, weight).plus([DeferredValues(0, {"loss": 0.0})], "loss")
