@@ -100,3 +100,19 @@ def test_the_table_of_examples_is_that_of_its_result() -> None:
 def test_results_speak_of_the_project_alone(path: Path) -> None:
     """No path of the machine that it was measured on."""
     assert not re.findall(r"(?<=[\s\"'=])/\w[^\s\"']*", path.read_text(encoding="utf-8"))
+
+
+def test_each_script_and_result_is_in_the_list() -> None:
+    listed = read("benchmarks/README.md")
+    scripts = (p for name in ("measurements", "proofs") for p in (BENCHMARKS / name).glob("*.py"))
+    assert [path.name for path in scripts if f"`{path.name}`" not in listed] == []
+    stored = {path.name for path in RESULTS.iterdir() if path.suffix in (".json", ".txt")}
+    assert set(re.findall(r"\(results/(2026[^)]*)\)", listed)) == stored
+    commands = read("benchmarks/results/README.md")
+    assert [name for name in stored if name.rpartition(".")[0] not in commands] == []
+
+
+def test_the_cells_of_the_list_are_short() -> None:
+    rows = [row for row in read("benchmarks/README.md").splitlines() if row.startswith("| ")]
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell) for row in rows for cell in row.split(" | ")]
+    assert max(map(len, cells)) <= 110
