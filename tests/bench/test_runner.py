@@ -76,7 +76,7 @@ class TestRows:
         assert pipeline.speedup == pytest.approx(1.2)
         # The first copy of a pass has nothing to hide behind: that is no part of a step's time.
         assert (base.pass_ms, pipeline.pass_ms) == (0.0, 2.0)
-        assert "to begin and end a pass: baseline 0 ms, pipeline 2 ms" in text_of(result)
+        assert "to begin and end an epoch: baseline 0 ms, pipeline 2 ms" in text_of(result)
         assert base.gpu is not None
         assert base.gpu.busy_ms_per_step == 12.0
         assert base.gpu.busy_share == 1.0

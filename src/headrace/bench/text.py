@@ -100,7 +100,7 @@ def losses_of(row: PlanResult) -> str:
 
 def _passes(result: BenchResult) -> str:
     costs = [f"{row.plan} {row.pass_ms:.2g} ms" for row in result.rows if row.pass_ms is not None]
-    return wrap_line(f"to begin and end a pass: {', '.join(costs)}", "  ") if costs else ""
+    return wrap_line(f"to begin and end an epoch: {', '.join(costs)}", "  ") if costs else ""
 
 
 def _waits(result: BenchResult) -> str:

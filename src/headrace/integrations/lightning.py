@@ -200,7 +200,7 @@ class _Fit:
 def _why_off(device: Device) -> str | None:
     if os.environ.get(PLAN_VARIABLE) == "baseline":
         return f"{PLAN_VARIABLE}=baseline is set"
-    return None if device.captures else f"{device} captures no graphs"
+    return None if device.captures else f"graphs need a GPU, and this trains on {device}"
 
 
 def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:

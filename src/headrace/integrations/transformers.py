@@ -78,7 +78,7 @@ class SpeedUpTrainer:
         if os.environ.get(PLAN_VARIABLE) == "baseline":
             off = f"{PLAN_VARIABLE}=baseline is set"
         elif not self._device.captures:
-            off = f"{self._device} captures no graphs"
+            off = f"graphs need a GPU, and this trains on {self._device}"
         if off is not None:
             self._report = SpeedUpReport((), off)
             log.warning("transformers.speed_up does nothing: %s", off)

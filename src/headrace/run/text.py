@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from headrace.records import RunPart, RunResult
@@ -20,7 +21,10 @@ def table_of(result: RunResult) -> str:
     used = [part for part in result.parts if part.replays or part.eager or part.why is not None]
     rows = [_row(part)[: len(columns)] for part in used]
     lines = [text_table(columns, rows, right=("replays", "eager", "memory"))]
-    lines += [f"{part.name}: {part.rounding}" for part in result.parts if part.rounding]
+    for part in result.parts:
+        if part.rounding:
+            name = "" if part.rounding.startswith(part.name) else f"{part.name}: "
+            lines += textwrap.wrap(name + part.rounding, 110, subsequent_indent="  ")
     lines += [*result.decisions, _step(result)]
     if result.races:
         lines.append(f"{counted(result.races, 'stream race')}: `headrace races` shows them")

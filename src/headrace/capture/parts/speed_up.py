@@ -91,7 +91,7 @@ def speed_up(
     if os.environ.get(PLAN_VARIABLE) == "baseline":
         off = f"{PLAN_VARIABLE}=baseline is set"
     elif not opened.captures:
-        off = f"{opened} captures no graphs"
+        off = f"graphs need a GPU, and this trains on {opened}"
     if off is not None:
         opened.warn_once(f"speed_up: {off}", "speed_up does nothing: %s", off)
         return SpeedUpHandle([], [], off, loader)
