@@ -65,7 +65,7 @@ def draw(axes: Any, title: str, bars: dict[str, Bar]) -> None:
         axes.barh(row, bar.median, 0.62, color=IDLE)
         axes.barh(row, bar.busy, 0.62, color=BUSY)
         axes.plot([bar.low, bar.high], [row, row], color=INK, linewidth=1)
-        times = "" if plan == "baseline" else f"   {before / bar.median:.1f} × as fast"
+        times = "" if plan == "baseline" else f", {before / bar.median:.1f} × as fast"
         axes.text(bar.high + 1, row, f"{bar.median:.1f} ms{times}", va="center", color=INK)
     axes.set_yticks(range(len(bars)), [PLANS[plan] for plan in bars])
     axes.invert_yaxis()
