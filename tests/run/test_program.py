@@ -265,9 +265,11 @@ def test_persistent_workers_draw_as_in_the_script_alone(both: Any) -> None:
     assert ended.result.parts[-1].replays == 3 * 7 - 2 - 3
 
 
-def test_models_that_are_trained_in_turn_are_freed_in_turn(both: Any) -> None:
+@pytest.mark.parametrize("after", [2, 3])
+def test_models_that_are_trained_in_turn_are_freed_in_turn(both: Any, after: int) -> None:
     """A model, its optimizer and their graphs hold each other. Each leaves its row."""
-    ended = both("""
+    ended = both(
+        """
         import weakref
         held = []
         def train():
@@ -282,7 +284,9 @@ def test_models_that_are_trained_in_turn_are_freed_in_turn(both: Any) -> None:
         for number in range(3):
             train()
         print([one() is None for one in held[:4]])
-    """)
+        """,
+        after=after,
+    )
     replays = ended.replays()
     assert list(replays) == ["Net", "AdamW", "Net 2", "AdamW 2", "Net 3", "AdamW 3"]
     assert min(replays.values()) > 0
