@@ -68,6 +68,7 @@ def ran(program: Program, folder: Path, prefix: list[str], options: Any) -> dict
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, roots)), "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "80",
+        "PYTHONHASHSEED": "0",
     }  # fmt: skip
     arguments = shlex.split(f"{program.arguments} {program.small}")
     done = subprocess.run(
