@@ -15,7 +15,8 @@ TESTED_IN = {
     "capture/graphs/test_function.py": (
         *("capture/graphs/capture_settings.py", "capture/graphs/function_capture.py"),
         *("capture/graphs/optimizers.py", "capture/graphs/surroundings.py"),
-        *("capture/graphs/work.py", "capture/watching/trials.py"),
+        *("capture/graphs/work.py", "capture/watching/traced_run.py"),
+        "capture/watching/trials.py",
     ),
     "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
     "capture/guards/test_guards.py": ("capture/guards/read_values.py",),

@@ -200,7 +200,7 @@ def test_a_step_whose_checks_keep_differing_runs_eagerly(
             scales.w_0 = float(kept["time"] // 4)
             step(x)
     report = step.report()
-    assert "the step changes while its graphs are in use: aten::mul" in str(report.why)
+    assert "it changes while its graphs are in use: aten::mul" in str(report.why)
     assert "may have repeated the old value" in caplog.text
 
 

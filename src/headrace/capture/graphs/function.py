@@ -34,7 +34,8 @@ from headrace.capture.reports.report import (
     warn_not_captured,
 )
 from headrace.capture.state.signatures import signature
-from headrace.capture.watching.trials import TracedRun, Trials
+from headrace.capture.watching.traced_run import TracedRun
+from headrace.capture.watching.trials import Trials
 from headrace.data import flatten_batch
 from headrace.device import Device
 from headrace.errors import CaptureError
@@ -52,6 +53,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         )
         self.trials = Trials(
             device,
+            f"plan {settings.plan_name}",
             first=settings.watch_first,
             last=settings.watch_last,
             recheck=settings.recheck,
@@ -171,7 +173,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         if trial is None:
             self._uses.forget()  # watch again, with all that the function uses
         else:
-            why = self.trials.learn(key, trial, first=self.graphs.uses(key) == 1)
+            why = self.trials.watch.learn(key, trial, first=self.graphs.uses(key) == 1)
             if why is not None:
                 self.give_up(why)
         return result
@@ -185,12 +187,10 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             result, found = compared
         else:
             result, trial = self._run_traced(call, tree, key)
-            is_known = trial is not None and self.why is None
-            found = self.trials.difference(key, trial) if is_known and trial is not None else None
-        if self.trials.learn_of(captured, found, f"plan {self._settings.plan_name}"):
-            self.drop()
-            if self.trials.recheck.is_hopeless:
-                self.give_up(f"the step changes while its graphs are in use: {found}")
+            found = None
+            if trial is not None and self.why is None:
+                found = self.trials.watch.difference(key, trial)
+        self.trials.judge(captured, found, lambda _: self.drop(), self.give_up)
         return result
 
     def _run_traced(self, call: Call, tree: Any, key: Hashable) -> tuple[Result, TracedRun | None]:

@@ -51,7 +51,7 @@ class GraphedModel:
         self._options = options
         self.part = PartTally(device, name, options.check)
         self._state: ModelState | None = None  # until the model's parameters are there
-        self.trials = ModelTrials(self._step, options, self.give_up)
+        self.trials = ModelTrials(self._step, name, options, self.give_up)
         self._lanes = ModelLanes(device)
         self._backward = ModelBackward(self._step, self, name)
         self._divide: Callable[[], None] | None = None
@@ -65,21 +65,22 @@ class GraphedModel:
         state = self.part.why or why_eager_now(self._step.device, self.model) or self._look()
         if isinstance(state, str):
             return self._run(state, call)
-        leaves = flatten_batch(call)
+        leaves, agreement = flatten_batch(call), self.trials.agreement
         try:
             kind = self.trials.kind(state.key(call, leaves))
         except CaptureError as problem:
             return self._run_odd(str(problem), call)
-        if self.trials.has_agreed(kind) and not self.trials.values_hold(kind):
+        if agreement.has_agreed(kind) and not agreement.values_hold(kind):
             self._drop("a tensor of it is written to, of which its code reads values")
-        if not self.trials.has_agreed(kind):
+        if not agreement.has_agreed(kind):
             return self._run_first(state, kind, call)
         found = self._graph_for(state, kind, call, leaves)
         if isinstance(found, str):
             return self._run(found, call)
         why = self.trials.why_no_replay(kind, self.is_pending)
         if why is CHECKED:
-            return self._check_again(state, kind, call)
+            run = functools.partial(self._run, call=call)
+            return self.trials.check(kind, state, call, run, self._drop)
         if why is not None:
             return self.trials.run_beside(call, functools.partial(self._run, why, call))
         return self._replay(*found, call, leaves)
@@ -102,7 +103,7 @@ class GraphedModel:
     def _run_first(self, state: ModelState, kind: CallKind, call: Any) -> Any:
         """One of the first calls of a kind."""
         kind.note_use()
-        if not self.trials.wants(kind):
+        if not self.trials.agreement.wants(kind, kind.uses):
             return self._run(FIRST_CALLS, call)
         if (why := state_obstacle(self._step)) is not None:
             self.give_up(why, divides=True)
@@ -110,16 +111,6 @@ class GraphedModel:
         result, why = self.trials.watch(kind, state, call, functools.partial(self._run, call=call))
         if why is not None:
             self.give_up(why, divides=True)
-        return result
-
-    def _check_again(self, state: ModelState, kind: CallKind, call: Any) -> Any:
-        """Run a call eagerly that a graph would repeat, and compare what it does."""
-        run = functools.partial(self._run, call=call)
-        result, found = self.trials.check(kind, state, call, run, self.part.name)
-        if found is not None:
-            self._drop(f"a call that was checked differs from its graph: {found}")
-            if self.trials.is_hopeless():
-                self.give_up(f"it changes while its graphs are in use: {found}")
         return result
 
     def _look(self) -> ModelState | str:
@@ -176,7 +167,8 @@ class GraphedModel:
     def report(self) -> PartReport:
         """What became of the model."""
         if self.part.captures:
-            self.part.note_rounding(join_reasons(self.trials.rounding, self._lanes.rounding))
+            trials, lanes = self.trials.agreement.rounding, self._lanes.rounding
+            self.part.note_rounding(join_reasons(trials, lanes))
         return self.part.report()
 
     def is_pending(self) -> bool:

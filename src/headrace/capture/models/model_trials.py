@@ -19,7 +19,8 @@ from headrace.capture.reports.reasons import BESIDE_CHECK, CHECKED, FIRST_CALLS
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.host_constants import HostConstants
 from headrace.capture.watching.host_draws import HostDraws
-from headrace.capture.watching.trials import TracedRun, Trials
+from headrace.capture.watching.traced_run import TracedRun
+from headrace.capture.watching.trials import Trials
 from headrace.data import flatten_batch
 
 # A loader that never repeats a shape must not fill the memory.
@@ -45,13 +46,20 @@ class ModelTrials:
     """Watches and checks calls. `give_up` is told why nothing can be captured."""
 
     def __init__(
-        self, step: StepState, options: GraphOptions, give_up: Callable[[str], None]
+        self, step: StepState, name: str, options: GraphOptions, give_up: Callable[[str], None]
     ) -> None:
         self._device = step.device
         after, recheck = options.after, options.recheck
         self._trials = Trials(
-            step.device, first=max(after - 1, 1), last=after, recheck=recheck, can_deny=True
+            step.device,
+            name,
+            first=max(after - 1, 1),
+            last=after,
+            recheck=recheck,
+            can_deny=True,
         )
+        #: Of the calls of each kind.
+        self.agreement = self._trials.watch
         self._give_up = give_up
         self._settings = KernelSettings(step.device)
         self._kinds: dict[CallKey, CallKind] = {}
@@ -67,49 +75,25 @@ class ModelTrials:
         if found is None:
             if len(self._kinds) > _MAX_KINDS:
                 kinds = self._kinds.items()
-                self._kinds = {at: one for at, one in kinds if self.has_agreed(one)}
+                self._kinds = {at: one for at, one in kinds if self.agreement.has_agreed(one)}
             found = self._kinds[key] = CallKind(key)
         return found
-
-    def has_agreed(self, kind: CallKind) -> bool:
-        return self._trials.watch.has_agreed(kind)
-
-    def values_hold(self, kind: CallKind) -> bool:
-        """Whether what calls of a kind read back is still the same, as far as one can see."""
-        return self._trials.watch.values_hold(kind)
-
-    def wants(self, kind: CallKind) -> bool:
-        """Whether to watch a call."""
-        return self._trials.watch.wants(kind, kind.uses)
 
     def known_of(
         self, kind: CallKind
     ) -> tuple[list[torch.Tensor], HostDraws | None, HostConstants | None]:
         """What calls of a kind read besides the model's own tensors, draw on the host, and copy
         from there."""
-        watch = self._trials.watch
-        return watch.read_by(kind), watch.host_draws(kind), watch.host_constants(kind)
+        kinds = self.agreement
+        return kinds.read_by(kind), kinds.host_draws(kind), kinds.host_constants(kind)
 
     def answering_in_capture(self) -> AbstractContextManager[None]:
         """In the block, code that asks whether it is captured is answered as in the trials."""
-        return self._device.answering(self._trials.watch.query_in_capture())
-
-    @property
-    def answers_as_captured(self) -> bool:
-        """Whether code has asked whether it is captured, and is told so."""
-        return self._trials.watch.as_captured
-
-    def answer_as_captured(self) -> None:
-        """Tell code from the next call on that it is captured, if it asks."""
-        self._trials.watch.answer_as_captured()
-
-    @property
-    def rounding(self) -> str | None:
-        return self._trials.watch.rounding
+        return self._device.answering(self.agreement.query_in_capture())
 
     def forget(self, *, kinds: bool = False) -> None:
         """Watch every kind again. `kinds`: forget also what they have shown."""
-        self._trials.watch.forget()
+        self.agreement.forget()
         self._due.clear()
         self._is_checking = False
         if kinds:
@@ -132,7 +116,7 @@ class ModelTrials:
         is_first, changed = kind.uses == 1, state.change_of_code()
         why = None if is_first else changed or state.change_of_model()
         if why is None:
-            why = self._trials.learn(kind, trial, first=is_first)
+            why = self.agreement.learn(kind, trial, first=is_first)
         given = [*flatten_batch(call), *guards.tensors]
         for number, tensor in enumerate(own_tensors(result, given)):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -207,16 +191,11 @@ class ModelTrials:
             self._due.clear()  # whether or not a call of these kinds has come
         self._is_checking = False
 
-    def check(
-        self, kind: CallKind, state: ModelState, call: Any, run: Run, name: str
-    ) -> tuple[Any, str | None]:
-        """Run eagerly what a graph would repeat, and compare. Returns also what differs."""
+    def check(self, kind: CallKind, state: ModelState, call: Any, run: Run, drop: Run) -> Any:
+        """Run eagerly what a graph would repeat, and compare. `drop` is told what differs."""
         self._due.discard(kind)
         result, trial = self._run(CHECKED, state, call, run)
         self._hooked(result, call)
-        found = self._trials.difference(kind, trial)
-        return result, found if self._trials.learn_of(kind, found, name) else None
-
-    def is_hopeless(self) -> bool:
-        """Whether checks have differed so often that nothing is worth capturing."""
-        return self._trials.recheck.is_hopeless
+        found = self.agreement.difference(kind, trial)
+        self._trials.judge(kind, found, drop, self._give_up)
+        return result

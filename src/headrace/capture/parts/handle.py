@@ -73,7 +73,7 @@ class SpeedUpHandle:
     def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
         self._models.append(graphed)
         if self._as_captured:
-            graphed.trials.answer_as_captured()
+            graphed.trials.agreement.answer_as_captured()
         timer = self._timers[graphed.part.name] = BreakTimer()
         self._undo.append(install_forward(model, graphed, self._switch, timer))
         graphed.when_divided(functools.partial(self._divide, model, graphed))
@@ -124,14 +124,14 @@ class SpeedUpHandle:
     @property
     def answers_as_captured(self) -> bool:
         """Whether code of a model has asked whether it is captured, and is told so."""
-        return any(one.trials.answers_as_captured for one in self._models)
+        return any(one.trials.agreement.as_captured for one in self._models)
 
     def answer_as_captured(self) -> None:
         """Tell code from the first call on that it is captured, as in a run that this one
         continues."""
         self._as_captured = True
         for one in self._models:
-            one.trials.answer_as_captured()
+            one.trials.agreement.answer_as_captured()
 
     def use_graphs(self, used: bool) -> None:
         """Whether later calls may be replayed and captured. If not, they are plain calls."""

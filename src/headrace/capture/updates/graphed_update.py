@@ -48,7 +48,7 @@ class GraphedUpdate:
         self.part = PartTally(device, name, check)
         self._settings = GroupSettings()
         self._settling = Settling(after)
-        self._trials = Trials(device, first=after, last=after, recheck=recheck)
+        self._trials = Trials(device, name, first=after, last=after, recheck=recheck)
         self._graphs: dict[Hashable, CapturedUpdate] = {}
         self._basis: UpdateBasis | None = None
 
@@ -88,11 +88,8 @@ class GraphedUpdate:
         trials, code = self._trials, GraphedUpdate._check_again.__code__
         with graph.inputs.in_place(), trials.run(code, graph.inputs.tensors) as trial, trial.tracer:
             self._run(CHECKED, None)
-        found = trials.difference(graph.key, trial)
-        if trials.learn_of(graph, found, self.part.name):
-            self._drop_graphs()
-            if trials.recheck.is_hopeless:
-                self.give_up(f"it changes while its graphs are in use: {found}")
+        found = trials.watch.difference(graph.key, trial)
+        trials.judge(graph, found, lambda _: self._drop_graphs(), self.give_up)
 
     def _graph_or_reason(self) -> CapturedUpdate | str:
         """The graph of this step; else why the step must run eagerly."""

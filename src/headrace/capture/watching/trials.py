@@ -5,57 +5,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
 
 from headrace.capture.watching.recheck import Recheck
-from headrace.capture.watching.trace import OperationTrace, Storage, storages
+from headrace.capture.watching.trace import storages
+from headrace.capture.watching.traced_run import TracedRun
 from headrace.capture.watching.tracer import StepTracer
 from headrace.capture.watching.watch import StepWatch
-from headrace.device import Device, Obstacle, torch_draw
+from headrace.device import Device
 
 log = logging.getLogger("headrace")
 
 
-@dataclass(slots=True)
-class TracedRun:
-    """One run under a trace. `known` is memory that it may read, since other checks notice if it
-    is replaced."""
-
-    tracer: StepTracer
-    known: set[Storage]
-    obstacles: Sequence[Obstacle] = field(default_factory=list)
-
-    @property
-    def trace(self) -> OperationTrace:
-        return self.tracer.trace
-
-    def allow_host_draws(self) -> None:
-        """Random numbers that were drawn on the host are no obstacle, if a replay can repeat them.
-        Call it right after the run."""
-        draws = self.trace.host_draws
-        draws.end()
-        if draws.are_all:
-            self.obstacles = [one for one in self.obstacles if one.what != torch_draw().what]
-
-    def allow_host_constants(self) -> None:
-        """Copies from the host are no obstacle, if a capture can read what they copied. Call it
-        right after the run."""
-        if self.trace.host_constants is not None:
-            self.obstacles = self.trace.host_constants.excuse(self.obstacles)
-
-
 class Trials:
-    """The trials of one function, by the key of their graph. Calls of a key are watched from the
-    `first` use on, or from the `last` while many keys are watched. `can_deny`: see `StepWatch`."""
+    """The trials of one function, by the key of their graph. Warnings call it `name`. Calls of a
+    key are watched from the `first` use on, or from the `last` while many keys are watched.
+    `can_deny`: see `StepWatch`."""
 
     def __init__(
-        self, device: Device, *, first: int, last: int, recheck: int, can_deny: bool = False
+        self,
+        device: Device,
+        name: str,
+        *,
+        first: int,
+        last: int,
+        recheck: int,
+        can_deny: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self._name = device, name
         self.watch = StepWatch(first, last, can_deny=can_deny)
         self.recheck = Recheck(recheck)
 
@@ -76,8 +56,7 @@ class Trials:
             if constants_of is not None:
                 tracer.trace.note_constants(self._device, constants_of)
             yield trial
-        trial.obstacles = obstacles
-        trial.known |= storages(tensors())
+        trial.end(obstacles, storages(tensors()))
 
     def record(
         self,
@@ -94,17 +73,17 @@ class Trials:
         tracer.trace.leave_out(storages(tensors()))
         self.watch.agree(key, tracer.trace)
 
-    def learn(self, key: Hashable, trial: TracedRun, *, first: bool) -> str | None:
-        """Add a trial before a capture. Returns why nothing can be captured, if that is clear."""
-        return self.watch.learn(key, trial.trace, trial.obstacles, trial.known, first=first)
-
-    def difference(self, key: Hashable, trial: TracedRun) -> str | None:
-        """What a trial did otherwise than those that the key's graph was captured after."""
-        return self.watch.difference(key, trial.trace, trial.obstacles, trial.known)
-
-    def learn_of(self, graph: Any, found: str | None, name: str) -> bool:
-        """A graph was checked, and differs (`found`) or not. Returns whether it must be dropped."""
-        if not self.recheck.learn(graph, found):
-            return False
-        log.warning("%s: %s", name, self.recheck.differed)
-        return True
+    def judge(
+        self,
+        graph: Any,
+        found: str | None,
+        drop: Callable[[str], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """A graph was checked. If it differs (`found`), `drop` the graphs, and `give_up` once that
+        has happened too often."""
+        if self.recheck.learn(graph, found):
+            log.warning("%s: %s", self._name, self.recheck.differed)
+            drop(f"a call that was checked differs from its graph: {found}")
+            if self.recheck.is_hopeless:
+                give_up(f"it changes while its graphs are in use: {found}")

@@ -20,14 +20,15 @@ kernels of the plain loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 
 from headrace.capture.watching.host_constants import HostConstants
 from headrace.capture.watching.host_draws import HostDraws
 from headrace.capture.watching.trace import OperationTrace, Storage
-from headrace.device import CaptureQuery, Obstacle
+from headrace.capture.watching.traced_run import TracedRun
+from headrace.device import CaptureQuery
 
 # Give up capturing after this many batches of a shape without two in a row that agree.
 _MAX_WATCHED = 6
@@ -95,42 +96,25 @@ class StepWatch:
         constants = self._agreed[key].host_constants
         return constants is None or constants.read_backs.hold()
 
-    def difference(
-        self,
-        key: Hashable,
-        trace: OperationTrace,
-        obstacles: Sequence[Obstacle],
-        known: set[Storage],
-    ) -> str | None:
+    def difference(self, key: Hashable, run: TracedRun) -> str | None:
         """What a batch did otherwise than those that the shape was captured after; None if it did
         the same."""
-        if obstacles:
-            return "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        trace.leave_out(known)
-        return trace.difference(self._agreed[key])
+        if run.obstacles:
+            return run.met()
+        run.trace.leave_out(run.known)
+        return run.trace.difference(self._agreed[key])
 
-    def learn(
-        self,
-        key: Hashable,
-        trace: OperationTrace,
-        obstacles: Sequence[Obstacle],
-        known: set[Storage],
-        *,
-        first: bool,
-    ) -> str | None:
-        """Add a batch's trace and the obstacles that it met. Returns why the step cannot be
-        captured, if that is clear now.
-
-        `known` is memory that the step may read: the caller notices when it is replaced. A shape's
+    def learn(self, key: Hashable, run: TracedRun, *, first: bool) -> str | None:
+        """Add a batch. Returns why the step cannot be captured, if that is clear now. A shape's
         `first` batch may meet obstacles, and later ones may read what it has made: that may be a
-        one-time setup.
-        """
-        if trace.asked and not trace.as_captured and (obstacles or not self._can_deny):
+        one-time setup."""
+        trace = run.trace
+        if trace.asked and not trace.as_captured and (run.obstacles or not self._can_deny):
             self.as_captured = True
             self.forget()
             return None
-        if obstacles:
-            return None if first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
+        if run.obstacles:
+            return None if first else run.met()
         if trace.is_nested:
             where = "" if trace.nested_at is None else f" at {trace.nested_at}"
             return (
@@ -138,7 +122,7 @@ class StepWatch:
                 "batch, and a graph would repeat those that it was captured with: pad the rows, "
                 "and pass a mask"
             )
-        trace.leave_out(known)
+        trace.leave_out(run.known)
         for storage, read in trace.read.items():
             if storage in self._made:
                 where = "" if read.line is None else f" at {read.line}"
