@@ -13,12 +13,7 @@ from typing import Any
 import torch
 
 from headrace.bench.endless_batches import EndlessBatches
-from headrace.bench.equality import (
-    ComparedLosses,
-    compare,
-    compare_weights,
-    remove_dropout,
-)
+from headrace.bench.equality import ComparedLosses, compare, compare_weights, remove_dropout
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.text import DEFAULT_PRECISION
 from headrace.bench.trainable import (

@@ -9,14 +9,7 @@ from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.trainable import Timing
-from headrace.records import (
-    GpuUse,
-    HostWaits,
-    Noise,
-    PlanResult,
-    StepTimes,
-    WaitFigures,
-)
+from headrace.records import GpuUse, HostWaits, Noise, PlanResult, StepTimes, WaitFigures
 
 
 def plan_result(contestant: Contestant, units: float | None) -> PlanResult:

@@ -35,9 +35,7 @@ from headrace.bench.turns import ContestantTurns
 from headrace.bench.works.work import Workload
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
-from headrace.records import (
-    BenchResult,
-)
+from headrace.records import BenchResult
 from headrace.schema import listed
 
 # Steps of the pass that is timed beside each round's: with a first and a last one.

@@ -7,11 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.checkpoint.content import (
-    read_content,
-    tensor_files,
-    unreadable,
-)
+from headrace.checkpoint.content import read_content, tensor_files, unreadable
 from headrace.errors import CheckpointError
 
 log = logging.getLogger("headrace")

@@ -16,11 +16,7 @@ import torch
 from headrace import atomic_files
 from headrace.atomic_files import DurableFile
 from headrace.checkpoint import states
-from headrace.checkpoint.content import (
-    STATE_FILE,
-    TENSOR_FILE,
-    state_json,
-)
+from headrace.checkpoint.content import STATE_FILE, TENSOR_FILE, state_json
 from headrace.checkpoint.finding import CheckpointFolder, checkpoint_folders, find_problem
 from headrace.checkpoint.snapshot import on_host
 from headrace.checkpoint.tensor_file import write_tensors

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import states
-from headrace.checkpoint.content import (
-    STATE_FILE,
-    read_content,
-    tensor_files,
-    unreadable,
-)
+from headrace.checkpoint.content import STATE_FILE, read_content, tensor_files, unreadable
 from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.tensor_file import read_tensors
 from headrace.device import Device, open_device

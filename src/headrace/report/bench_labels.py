@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.records import BenchResult, PlanResult
-from headrace.report.charts import (
-    Badge,
-    Cell,
-)
-from headrace.report.figures import (
-    joined,
-)
+from headrace.report.charts import Badge, Cell
+from headrace.report.figures import joined
 
 
 def busy_ms(row: PlanResult) -> float | None:

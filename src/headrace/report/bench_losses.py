@@ -6,16 +6,8 @@ from typing import Any
 
 from headrace.records import BenchResult, PlanResult
 from headrace.report.bench_labels import is_reference, plans_in
-from headrace.report.charts import (
-    Cell,
-    Cells,
-    Table,
-    figure,
-    table,
-)
-from headrace.report.figures import (
-    brief,
-)
+from headrace.report.charts import Cell, Cells, Table, figure, table
+from headrace.report.figures import brief
 from headrace.report.lines import Axis, Line, LineChart
 from headrace.report.thinning import evenly_spaced
 

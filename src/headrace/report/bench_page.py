@@ -10,23 +10,9 @@ from headrace.report.bench_losses import losses_view
 from headrace.report.bench_tables import figure_table, plans_view, score_table, stream_table
 from headrace.report.bench_times import gpu_view, speed_view, waits_view
 from headrace.report.environment import environment_view, kicker, recorded
-from headrace.report.figures import (
-    factor,
-    ms,
-    number,
-    share,
-    size,
-    times,
-)
+from headrace.report.figures import factor, ms, number, share, size, times
 from headrace.report.page import Stat, Summary, render_page
-from headrace.report.sensors import (
-    CPU_CORES,
-    GPU_MEMORY,
-    NVML,
-    POWER,
-    sensor_table,
-    sensor_view,
-)
+from headrace.report.sensors import CPU_CORES, GPU_MEMORY, NVML, POWER, sensor_table, sensor_view
 from headrace.report.timelines import timeline_group
 
 #: A plan that is less than 2 % faster is not recommended in the headline.

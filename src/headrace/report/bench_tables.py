@@ -6,21 +6,8 @@ from typing import Any
 
 from headrace.records import WEIGHTS, BenchResult, PlanResult
 from headrace.report.bench_labels import plan_label
-from headrace.report.charts import (
-    Cell,
-    Column,
-    Table,
-    figure,
-    meter,
-    table,
-)
-from headrace.report.figures import (
-    number,
-    plain,
-    share,
-    size,
-    times,
-)
+from headrace.report.charts import Cell, Column, Table, figure, meter, table
+from headrace.report.figures import number, plain, share, size, times
 
 
 def stream_table(result: BenchResult) -> Table | None:

@@ -7,23 +7,8 @@ from typing import Any
 
 from headrace.records import BenchResult, PlanResult, WaitFigures
 from headrace.report.bench_labels import bar_look, busy_ms, plan_label
-from headrace.report.charts import (
-    Bar,
-    BarChart,
-    Cell,
-    Cells,
-    Segment,
-    figure,
-    table,
-)
-from headrace.report.figures import (
-    brief,
-    ms,
-    number,
-    share,
-    times,
-    words,
-)
+from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, figure, table
+from headrace.report.figures import brief, ms, number, share, times, words
 
 _REASON_LOOKS = 8
 

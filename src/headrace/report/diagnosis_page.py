@@ -6,12 +6,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from headrace.records import (
-    DiagnosedLine,
-    DiagnosisResult,
-    PythonLine,
-    TimeParts,
-)
+from headrace.records import DiagnosedLine, DiagnosisResult, PythonLine, TimeParts
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, figure, table
 from headrace.report.diagnosis_tables import (
     has_times,

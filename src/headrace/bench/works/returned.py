@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.bench.works.parameters import (
-    takes,
-)
+from headrace.bench.works.parameters import takes
 from headrace.bench.works.training import Made, ModelTraining, StepTraining
 from headrace.engine import GraphedFunction
 from headrace.errors import BenchError

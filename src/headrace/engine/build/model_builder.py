@@ -34,11 +34,7 @@ from headrace.engine.update.ema import Ema
 from headrace.engine.update.group import Group
 from headrace.engine.update.nonfinite import NonFinitePolicy, UpdateGuard
 from headrace.engine.update.scheduler_kinds import schedule_of
-from headrace.engine.update.schedules import (
-    LearningRateFunction,
-    Scheduler,
-    SchedulerInterval,
-)
+from headrace.engine.update.schedules import LearningRateFunction, Scheduler, SchedulerInterval
 from headrace.engine.update.update import Update
 from headrace.errors import StepError
 from headrace.parallel import close_before_group, parallelism_of, ranks_of, unwrap

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace.data import (
-    Aligned,
-    BatchCache,
-    Batches,
-    BlockingCopies,
-    Feed,
-    Prefetcher,
-    first_of,
-)
+from headrace.data import Aligned, BatchCache, Batches, BlockingCopies, Feed, Prefetcher, first_of
 from headrace.device import Device, deterministic_kernels
 from headrace.engine.loop.loop import Pass
 from headrace.engine.loop.parts import Observers, Stages, Window

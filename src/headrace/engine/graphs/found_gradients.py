@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.capture import (
-    Storage,
-    storages,
-)
+from headrace.capture import Storage, storages
 
 
 class FoundGradients:

@@ -27,9 +27,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 
-from headrace.capture import (
-    GraphReport,
-)
+from headrace.capture import GraphReport
 from headrace.device import Device, open_device
 from headrace.engine.graphs.function_work import FunctionWork
 from headrace.engine.loss.carried_state import CarriedState

@@ -16,10 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from headrace.capture import (
-    StepState,
-    StepTracer,
-)
+from headrace.capture import StepState, StepTracer
 from headrace.engine.graphs.found_gradients import FoundGradients
 
 # After this many watched calls of a shape that each use a new one, none is captured any more.

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headrace.capture import (
-    GraphReport,
-)
+from headrace.capture import GraphReport
 from headrace.data import Fetched
 from headrace.engine.graphs.step_work import StepWork, Training
 from headrace.engine.stages import Launched

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.data import (
-    ResumedLoader,
-    Skipping,
-    as_stateful,
-    with_samplers,
-)
+from headrace.data import ResumedLoader, Skipping, as_stateful, with_samplers
 
 
 def loader_at(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:

@@ -6,9 +6,7 @@ import hashlib
 from typing import Any
 
 from headrace.checkpoint import PerRank
-from headrace.parallel import (
-    Ranks,
-)
+from headrace.parallel import Ranks
 
 
 def for_rank(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:

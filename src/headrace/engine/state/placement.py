@@ -7,11 +7,7 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import StoredTensor
-from headrace.parallel import (
-    is_sharded,
-    shard_like,
-    shard_region,
-)
+from headrace.parallel import is_sharded, shard_like, shard_region
 
 
 def for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -16,10 +16,7 @@ from headrace.engine.step.parts import StepParts
 from headrace.engine.update.group import Phase
 from headrace.engine.update.schedules import Schedule
 from headrace.errors import StepError
-from headrace.parallel import (
-    local_shard,
-    unwrap,
-)
+from headrace.parallel import local_shard, unwrap
 
 FORMAT = 1
 # What PyTorch and Python raise for a state of another model, or for something else altogether.
