@@ -13,9 +13,10 @@ from headrace.engine.build.model_builder import ModelStepBuilder
 from headrace.engine.build.user_builder import UserStepBuilder
 from headrace.engine.device_choice import device_to_train_on
 from headrace.engine.loop.open_loop import Steps
+from headrace.engine.loop.parts import Hooks, OnEpoch, OnOutputs, OnProgress, OnValues
 from headrace.engine.loop.results import EpochResult
 from headrace.engine.loss.forward import LossFunction
-from headrace.engine.options import EngineOptions, Hooks, OnEpoch, OnOutputs, OnProgress, OnValues
+from headrace.engine.options import EngineOptions
 from headrace.engine.step.user_step import StepFunction
 from headrace.engine.training import PlannedTraining
 from headrace.engine.update.nonfinite import NonFinitePolicy

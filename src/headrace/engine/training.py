@@ -16,9 +16,9 @@ from headrace.engine.build.step_builder import StepBuilder
 from headrace.engine.loader_checks import LoaderChecks
 from headrace.engine.loop.loop import Pass
 from headrace.engine.loop.open_loop import OpenLoop, Steps
-from headrace.engine.loop.parts import Observers
+from headrace.engine.loop.parts import Hooks, Observers, OnOutputs
 from headrace.engine.loop.results import EpochResult
-from headrace.engine.options import EngineOptions, Hooks, OnOutputs
+from headrace.engine.options import EngineOptions
 from headrace.engine.plan_in_use import PlanInUse
 from headrace.engine.stages import Progress
 from headrace.engine.state import stored_state
@@ -97,7 +97,7 @@ class PlannedTraining:
                 loader,
                 lanes,
                 step,
-                Observers(None, watch, on_outputs=on_outputs),
+                Observers(None, watch, Hooks(on_outputs=on_outputs)),
                 Start(),
                 epoch=self.epochs,
             )
@@ -153,7 +153,7 @@ class PlannedTraining:
         require_whole("on_update_every", hooks.on_update_every, 1, StepError)
         builder.begin_epoch(from_start=start.first == 0)
         lanes = builder.lanes(self.planned.plan, annotate=options.nvtx)
-        observers = hooks.observers(builder.schedule, self._non_finite, options.on_error)
+        observers = Observers(builder.schedule, self._non_finite, replace(hooks), options.on_error)
         return open_pass(
             self.planned.pass_options(options.loader_timeout),
             loader,

@@ -10,9 +10,10 @@ import torch
 
 from headrace.capture import GraphReport
 from headrace.device import Device
+from headrace.engine.loop.parts import Hooks, OnEpoch, OnOutputs, OnProgress, OnValues
 from headrace.engine.loop.results import EpochResult
 from headrace.engine.loss.compiled import CompileReport
-from headrace.engine.options import Hook, Hooks, OnEpoch, OnOutputs, OnProgress, OnValues
+from headrace.engine.options import Hook
 from headrace.engine.training import PlannedTraining
 from headrace.engine.update.ema import Ema
 from headrace.engine.values.arrived import DeferredValues

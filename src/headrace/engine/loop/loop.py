@@ -55,9 +55,9 @@ class Pass:
                     self._hand_out()
                 else:  # the last progress has the last values
                     self._finish()
-                if self._observers.on_step is not None:
+                if self._observers.hooks.on_step is not None:
                     with lanes.yielding_to_caller():
-                        self._observers.on_step(self.progress)
+                        self._observers.hooks.on_step(self.progress)
                 yield self.progress
                 if self.ended:  # `leave` was called
                     return
@@ -97,9 +97,9 @@ class Pass:
                     self._scheduled_updates = updates
                     raise
         self._scheduled_updates = updates
-        if observers.on_update is not None and updates % observers.on_update_every == 0:
+        if observers.hooks.on_update is not None and updates % observers.hooks.on_update_every == 0:
             with lanes.yielding_to_caller():
-                observers.on_update(self.progress)
+                observers.hooks.on_update(self.progress)
 
     def _hand_out(self, *, check: bool = True) -> None:
         """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
@@ -113,15 +113,15 @@ class Pass:
         if check:
             observers.non_finite.check(unseen, self.progress.epoch)
         self.progress = replace(self.progress, arrived=recorder.hand_out())
-        if observers.on_values is not None:
+        if observers.hooks.on_values is not None:
             with self.stages.lanes.yielding_to_caller():
                 for entry in self.progress.arrived:
-                    observers.on_values(entry.step, entry.values)
-        if observers.on_outputs is not None:
+                    observers.hooks.on_values(entry.step, entry.values)
+        if observers.hooks.on_outputs is not None:
             with self.stages.lanes.yielding_to_caller():
                 for entry in self.progress.arrived:
                     if entry.outputs is not None:
-                        observers.on_outputs(entry.step, entry.outputs)
+                        observers.hooks.on_outputs(entry.step, entry.outputs)
 
     def _finish(self) -> None:
         """Make the update of a last partial group, and wait for all values."""

@@ -10,11 +10,17 @@ from typing import Any, Protocol
 from headrace.data import Batches, Feed
 from headrace.device import Device, Stream
 from headrace.engine.loop.recorder import Recorder
+from headrace.engine.loop.results import EpochResult
 from headrace.engine.stages import Progress, Step
 from headrace.engine.streams.lanes import Lanes
 from headrace.engine.update.nonfinite import NonFiniteWatch
 from headrace.engine.update.schedules import Schedule
 from headrace.parallel import Ranks
+
+OnProgress = Callable[[Progress], object] | None
+OnValues = Callable[[int, dict[str, float]], object] | None
+OnOutputs = Callable[[int, Any], object] | None
+OnEpoch = Callable[[EpochResult], object] | None
 
 
 class Window(Protocol):
@@ -45,16 +51,25 @@ class Stages:
     limit: int | None
 
 
+@dataclass(slots=True)
+class Hooks:
+    """What an engine calls. Each may be replaced at any time; a pass takes those that it finds when
+    it begins."""
+
+    on_step: OnProgress = None
+    on_update: OnProgress = None
+    on_update_every: int = 1
+    on_values: OnValues = None
+    on_outputs: OnOutputs = None
+    on_epoch: OnEpoch = None
+
+
 @dataclass(frozen=True, slots=True)
 class Observers:
     """What the loop calls after a batch, in this order: the scheduler and `on_update` (after an
-    update), the watch for non-finite values, and the user's other callbacks."""
+    update), the watch for non-finite values, and the user's other hooks."""
 
     schedule: Schedule | None
     non_finite: NonFiniteWatch
-    on_update: Callable[[Progress], object] | None = None
-    on_update_every: int = 1
-    on_values: Callable[[int, dict[str, float]], object] | None = None
-    on_outputs: Callable[[int, Any], object] | None = None
-    on_step: Callable[[Progress], object] | None = None
+    hooks: Hooks
     on_error: Callable[[BaseException], object] | None = None
