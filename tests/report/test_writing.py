@@ -329,9 +329,6 @@ class TestSize:
                 span["name"] = f"{index} void at::native::{'kernel' * 40}"
         text = render(stored(tmp_path, content))
         assert len(text.encode()) < 2_000_000
-        page = Page(text)
-        for block in page.scripts["tl-data"]:
-            assert sum(len(lane["spans"]) for lane in json.loads(block)["lanes"]) <= 3 * 6_000
 
     def test_a_long_run_stays_small(self, tmp_path: Path) -> None:
         text = render(run_sample(tmp_path / "exp", steps=40_000))

@@ -17,12 +17,10 @@ from headrace.records import StoredTimeline
 from headrace.report.charts import Table, figure, percent, table
 from headrace.report.figures import ms, share, tick, ticks
 from headrace.report.page import shown_text
-from headrace.report.thinning import coverage, fewer_spans
+from headrace.report.thinning import coverage
 from headrace.text_table import counted
 
 _KINDS: tuple[Kind, ...] = typing.get_args(Kind)
-_MAX_SPANS_OF_PLAN = 6_000
-_MAX_SPANS = 60_000
 _BINS = 480  # across the longest timeline, as drawn without the script
 _TICK_NS = 100  # timelines.js counts time in 0.1 µs
 _MAX_NAME = 140
@@ -69,20 +67,18 @@ class TimelineGroup:
 def timeline_group(found: Sequence[tuple[str, StoredTimeline]]) -> TimelineGroup:
     """The timelines of plans, by name."""
     length_ns = max(1, *(span.end_ns for _, timeline in found for span in timeline.spans))
-    limit = min(_MAX_SPANS_OF_PLAN, _MAX_SPANS // len(found))
     length_ms = length_ns / 1e6
     axis = [
         (percent(at, length_ms), "middle" if at else "start", f"{tick(at)} ms" if at else "0")
         for at in ticks(0, length_ms * 0.97, 5)
     ]
-    views = [_timeline(plan, stored, length_ns, limit) for plan, stored in found]
+    views = [_timeline(plan, stored, length_ns) for plan, stored in found]
     return TimelineGroup(length_ns / _TICK_NS, axis, views)
 
 
-def _timeline(plan: str, stored: StoredTimeline, length_ns: int, limit: int) -> TimelineView:
+def _timeline(plan: str, stored: StoredTimeline, length_ns: int) -> TimelineView:
     timeline = Timeline(stored.spans)
-    kept = Timeline(fewer_spans(timeline.spans, limit))
-    lanes = _ordered_lanes(kept)
+    lanes = _ordered_lanes(timeline)
     end_ns = max(span.end_ns for span in timeline.spans)
     return TimelineView(
         plan=plan,
@@ -91,7 +87,7 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, limit: int) -> 
         end=f"{end_ns / length_ns * _BINS:.2f}",
         lanes=[_lane(timeline, lane, end_ns, length_ns) for lane in lanes],
         names=_names_table(plan, timeline),
-        data=_data(kept, lanes),
+        data=_data(timeline, lanes),
     )
 
 
