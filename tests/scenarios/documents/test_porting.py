@@ -23,7 +23,8 @@ Names = dict[str, Any]
 def columns(number: int) -> tuple[str, str]:
     """The two columns of the page's loop `number`, as programs."""
     text = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
-    block = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
+    found = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    block = [block for block in found if "│" in block][number]
     rows = [line.split("│") for line in block.splitlines()]
     left, right = zip(*((row[0].rstrip(), row[1].removeprefix(" ")) for row in rows), strict=True)
     return "\n".join(left), "\n".join(right)
@@ -210,3 +211,32 @@ def test_both_columns_train_alike(engines_on: FakeDevice, number: int) -> None:
     engine = ported["engine"]
     assert engine.graphs.why is None
     assert engine.graphs.replays > 0
+
+
+def test_an_initial_state_is_trained_in_the_first_batch() -> None:
+    class Trained(torch.nn.GRU):
+        def __init__(self) -> None:
+            super().__init__(2, 3)
+            self.initial_state = torch.nn.Parameter(torch.zeros(1, 4, 3))
+
+    torch.manual_seed(0)
+    model = Trained()
+    gradients: list[bool] = []
+    model.initial_state.register_hook(lambda gradient: gradients.append(bool(gradient.any())))
+    names: dict[str, Any] = {
+        "cross_entropy": lambda logits, targets: (logits - targets).square().mean(),
+        "hr": hr,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "torch": torch,
+        "zero_state": torch.zeros(1, 4, 3),
+    }
+    (code,) = re.findall(
+        r"```python\n(def loss_fn\(model, batch, carried\).*?)```",
+        (ROOT / "docs" / "porting.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    exec(compile(code, "docs/porting.md", "exec"), names)
+    names["engine"].epoch([(torch.randn(5, 4, 2), torch.randn(5, 4, 3)) for _ in range(3)])
+    assert gradients == [True, False, False]
+    assert model.initial_state.any()
