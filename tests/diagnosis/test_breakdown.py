@@ -82,6 +82,24 @@ def test_work_that_was_launched_in_time_but_started_late_is_unattributed() -> No
     assert found.total_ns == 90 * US
 
 
+def test_work_that_starts_long_after_its_launch_waits_for_something_unknown() -> None:
+    """Although the GPU was idle already when the host launched it."""
+    calls = (Call(0, 5 * US, "launch"), Call(30 * US, 40 * US, "launch"))
+    work = (Work(8 * US, 20 * US, call=0), Work(2 * MS, 3 * MS, call=1))
+    found = breakdown(StepTrace(0, 3 * MS, (3 * MS,), calls, work))
+    assert found.ns["unattributed"] == 2 * MS - 40 * US
+    assert found.ns["launch"] == (8 + 20) * US
+
+
+def test_long_python_between_few_calls_is_no_launching() -> None:
+    machine = Machine()
+    for _ in range(4):
+        machine.python(40 * MS)
+        machine.launch(20 * US)
+        machine.step()
+    assert breakdown(machine.trace()).share("host") > 0.99
+
+
 def test_a_wait_is_charged_until_the_host_has_its_lead_again() -> None:
     """A copy that follows the wait puts the host ahead for a moment. It still launches anew."""
     machine = Machine()

@@ -179,6 +179,8 @@ def test_the_last_line_is_the_command_that_speeds_the_script_up() -> None:
         environment = replace(result.environment, command=command)
         text = text_of(replace(result, program="train.py", environment=environment))
         assert text.splitlines()[-1] == f"To run it sped up, unchanged: {last}"
+    of_trace = replace(result.environment, command="headrace diagnose trace.json")
+    assert "To run it" not in text_of(replace(result, program="trace.json", environment=of_trace))
     busy = result_of(seen(Loop(), [[]] * 3))
     environment = replace(busy.environment, command="headrace diagnose train.py")
     assert "To run it" not in text_of(replace(busy, program="train.py", environment=environment))

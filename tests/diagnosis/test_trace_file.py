@@ -92,7 +92,12 @@ WHOLE = json.dumps({"traceEvents": [*CALLS, *WORK]}).encode()
         (WHOLE[:-400], "is cut off"),
         (gzip.compress(WHOLE)[:-40], "is cut off or damaged (Compressed file ended"),
         (gzip.compress(WHOLE)[:60] + b"xx" * 90, "is cut off or damaged"),
-        (b"", "t.json:1: is not JSON"),
+        (b"", "t.json: is empty"),
+        (b'{"traceEvents": {}}', "JSON without a list of traceEvents"),
+        (
+            json.dumps([{**one, "args": {"correlation": {}}} for one in [*CALLS, *WORK]]).encode(),
+            "no correlation id that both have",
+        ),
         (b"print('hello')", "t.json:1: is not JSON"),
         (b'{"nodes": [], "schema": 2}', "JSON without traceEvents (it has 'nodes', 'schema')"),
         (b"[]", "none of its 0 events is PyTorch's"),

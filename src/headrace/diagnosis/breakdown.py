@@ -29,6 +29,8 @@ Cause = Literal[
 CAUSES: tuple[Cause, ...] = Cause.__args__  # type: ignore[attr-defined]
 #: A kernel starts up to this long after its launch, on an idle device.
 _LAUNCH_LATENCY_NS = 20_000
+#: A kernel that starts later than this, on an idle device, waits for something else.
+_LATE_START_NS = 500_000
 #: The device takes about a microsecond from one queued kernel to the next, at most this long.
 _NEXT_KERNEL_NS = 5_000
 
@@ -206,6 +208,10 @@ class _Debts:
             else:
                 yield "launch", None, left_ns
             return
+        late_ns = 0
+        if call is not None and end_ns - call.end_ns > _LATE_START_NS:
+            late_ns = end_ns - call.end_ns  # again the device: the host had done its part
+            left_ns -= late_ns
         while left_ns > 0 and self._owed:
             debt = self._owed[0]
             paid_ns = min(left_ns, debt.ns)
@@ -216,6 +222,8 @@ class _Debts:
                 self._owed.popleft()
         if left_ns > 0:
             yield "launch" if calls else "unattributed", None, left_ns
+        if late_ns > 0:
+            yield "unattributed", None, late_ns
 
     def _look_up_to(self, at_ns: int) -> None:
         while self._next < len(self._segments):

@@ -61,6 +61,8 @@ _UNEVEN, _EVEN_STEPS = 5.0, 5
 #: A line to which the script came so often before its waits were looked for is told, if it did not
 #: wait later; and so many of these lines are named.
 _COMES_BACK, _MAX_NAMED = 3, 3
+#: Nothing is predicted of a step of which a larger share has no known cause.
+_UNKNOWN = 0.1
 #: From more tensors per batch on, receiving them is worth a note.
 _MANY_TENSORS = 8
 
@@ -110,10 +112,10 @@ def explain(
         lines=known,
         python_lines=tuple(_python_lines(measured, parts, replay, step_ms)),
         replay_error=replay.error if replay is not None else None,
-        predictions=_predictions(measured, replay, step_ms),
+        predictions=_predictions(measured, replay, step_ms, parts),
         races=races,
         notes=tuple(_notes(seen, parts, replay)),
-        missing=tuple(_missing(seen, replay, lines)),
+        missing=tuple(_missing(seen, replay, lines, parts)),
         has_cupti=measured.has_cupti,
         timeline=_timeline(trace, lines) if trace is not None and measured.has_cupti else None,
         environment=environment,
@@ -398,9 +400,12 @@ def _title(wait: Wait) -> str:
 
 
 def _predictions(
-    measured: Measurements, replay: Replay | None, step_ms: float | None
+    measured: Measurements,
+    replay: Replay | None,
+    step_ms: float | None,
+    parts: TimeParts | None,
 ) -> tuple[Prediction, ...]:
-    if replay is None or step_ms is None or not replay.holds:
+    if replay is None or step_ms is None or not replay.holds or _unknown_share(parts) > _UNKNOWN:
         return ()
     speedups = {
         "without all waits": replay.speedup(NO_WAITS),
@@ -523,7 +528,14 @@ def _loader_notes(
         )
 
 
-def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:
+def _unknown_share(parts: TimeParts | None) -> float:
+    """The share of a step in which nobody knows what the GPU waited for."""
+    return parts.unattributed / parts.total if parts is not None and parts.total else 0.0
+
+
+def _missing(
+    seen: Observations, replay: Replay | None, lines: _Lines, parts: TimeParts | None
+) -> list[str]:
     measured, trace = seen.measured, seen.measured.trace
     missing = list(measured.missing)
     if trace is not None:
@@ -542,6 +554,11 @@ def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[s
         missing.append(
             f"no predictions: a replay of the trace differs from the trace by {replay.error:.0%}, "
             f"more than {MAX_ERROR:.0%}"
+        )
+    elif replay is not None and _unknown_share(parts) > _UNKNOWN:
+        missing.append(
+            f"no predictions: for {_unknown_share(parts):.0%} of a step, the trace does not show "
+            "what the GPU waited for"
         )
     if measured.python_lines and not _has_python_lines(measured):
         missing.append(

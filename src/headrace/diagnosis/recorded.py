@@ -87,13 +87,12 @@ def _diagnose(file: TraceFile, command: str) -> DiagnosisResult:
     )
     if trace is None:
         raise ProgramError(
-            f"{file.path}: the GPU ran nothing in its {len(steps.marks)} steps; expected steps "
-            "that train on it"
+            f"{file.path}: the GPU ran nothing in {_count(steps)}; expected steps that train on it"
         )
     if not any(call.kind == "launch" for call in trace.calls):
         raise ProgramError(
-            f"{file.path}: nothing was launched in its {len(steps.marks)} steps; expected "
-            "cudaLaunchKernel or cudaGraphLaunch in them"
+            f"{file.path}: nothing was launched in {_count(steps)}; expected cudaLaunchKernel or "
+            "cudaGraphLaunch in them"
         )
     seen.measured = _measured(file, steps, trace)
     if any("SingleProcess" in one.name for one in inputs):
@@ -110,6 +109,10 @@ def _diagnose(file: TraceFile, command: str) -> DiagnosisResult:
         result = replace(result, verdict=(first, *result.verdict))
     figures = replace(figures_of(file.rank, result), host=Path(file.path).name)
     return replace(result, ranks=(figures,))
+
+
+def _count(steps: _Steps) -> str:
+    return f"its {len(steps.marks)} steps" if len(steps.marks) > 1 else "its step"
 
 
 def _launched_in(file: TraceFile, steps: _Steps) -> list[dict[str, Any]]:
@@ -178,6 +181,8 @@ def _steps(file: TraceFile) -> _Steps:
             for one in {one.name: one for one in file.named(thread, _STEP)}.values()
         ]
     )
+    while len(of_step) > 1 and not _launches_in(file, of_step[-1][1]):
+        of_step.pop()  # the profiler ended when this step had just begun
     if of_step:
         notes = [slow] if len(of_step) <= _MAX_STEPS else [_last(len(of_step)), slow]
         thread, first = of_step[-_MAX_STEPS:][0]
@@ -193,6 +198,13 @@ def _steps(file: TraceFile) -> _Steps:
             first_ns, *marks_ns = ends[-_MAX_STEPS - 1 :]
             return _Steps(thread, first_ns, tuple(marks_ns), tuple(notes))
     return _whole(file, slow)
+
+
+def _launches_in(file: TraceFile, step: HostSpan) -> bool:
+    return any(
+        "Launch" in call["name"] and step.start_ns <= call["ts"] * 1000 < step.end_ns
+        for call in file.host
+    )
 
 
 def _last(steps: int) -> str:

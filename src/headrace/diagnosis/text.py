@@ -6,6 +6,7 @@ import shlex
 import textwrap
 from pathlib import Path
 
+from headrace.diagnosis.trace_file import is_trace
 from headrace.records import DiagnosedLine, DiagnosisResult, LineRecord, PythonLine
 from headrace.source_lines import short_path
 from headrace.text_table import text_table
@@ -66,7 +67,7 @@ def _run_command(result: DiagnosisResult) -> str | None:
         words = shlex.split(result.environment.command)
     except ValueError:  # not written by this command
         return None
-    if not pays or result.program not in words:
+    if not pays or result.program not in words or is_trace(result.program):
         return None
     at = words.index(result.program)
     module = ["-m"] if words[at - 1] == "-m" else []

@@ -306,15 +306,17 @@ _CAUSES: dict[CallKind, HostCause] = {
     "memory": "synchronization",
 }
 #: Python between two calls counts as launching unless it takes longer than this, and than five
-#: times the median. PyTorch's own code takes longer: in modules it is mixed with the script's; what
-#: an optimizer does before its first launch took up to 8 ms on an H200's host. In backward and in
-#: optimizers the script's own code is rare: hooks, autograd functions, optimizers written by hand.
+#: times the median, up to a limit: of few calls, the median says little. PyTorch's own code takes
+#: longer: in modules it is mixed with the script's; what an optimizer does before its first launch
+#: took up to 8 ms on an H200's host. In backward and in optimizers the script's own code is rare:
+#: hooks, autograd functions, optimizers written by hand.
 _LONG_PYTHON_NS: dict[TorchCallKind | None, int] = {
     None: 150_000,
     "forward": 1_000_000,
     "backward": 10_000_000,
     "optimizer": 10_000_000,
 }
+_MAX_USUAL_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,7 @@ def host_segments(trace: StepTrace) -> list[HostSegment]:
     if at_ns < trace.end_ns:
         found.append(HostSegment(at_ns, trace.end_ns, "host"))
     between = [one.ns for one in found if one.cause == "host"]
-    usual_ns = 5 * int(statistics.median(between)) if between else 0
+    usual_ns = min(5 * int(statistics.median(between)), _MAX_USUAL_NS) if between else 0
     pieces = _cut(found, _launching(trace))
     return [_short_python_is_launching(one, usual_ns) for one in pieces]
 

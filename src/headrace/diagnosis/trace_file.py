@@ -99,7 +99,8 @@ def read_trace_file(path: Path) -> TraceFile:
         )
     if not isinstance(events, list):
         names = ", ".join(map(repr, list(facts)[:5])) or type(content).__name__
-        raise ProgramError(f"{path}: is JSON without traceEvents (it has {names}); {_EXPECTED}")
+        what = "without a list of traceEvents" if "traceEvents" in facts else "without traceEvents"
+        raise ProgramError(f"{path}: is JSON {what} (it has {names}); {_EXPECTED}")
     kept = [event for event in events if isinstance(event, _Event)]
     found = Counter(event.category for event in kept)
     if not kept:
@@ -143,8 +144,12 @@ def _content(path: Path) -> Any:
         raise ProgramError(f"{path}: is cut off or damaged ({problem}); {_EXPECTED}") from problem
     except OSError as problem:
         raise ProgramError(f"{path}: cannot be read ({problem.strerror})") from problem
+    if not text.strip():
+        raise ProgramError(f"{path}: is empty; {_EXPECTED}")
     try:
         return json.loads(text, object_hook=lambda values: _kept(path, values))
+    except ProgramError:
+        raise
     except json.JSONDecodeError as problem:
         is_cut_off = not text[problem.pos :].strip() or not text.rstrip().endswith(("}", "]"))
         what = "is cut off" if is_cut_off and text.lstrip()[:1] in ("{", "[") else "is not JSON"
@@ -171,7 +176,11 @@ def _kept(path: Path, values: dict[str, Any]) -> Any:
     else:
         given = values.get("args")
         given = given if isinstance(given, dict) else {}
-        arguments = {name: given[name] for name in _ARGUMENTS if name in given}
+        arguments = {
+            name: int(given[name])
+            for name in _ARGUMENTS
+            if isinstance(given.get(name), int | str) and str(given[name]).isdecimal()
+        }
     try:
         start_us, us = float(values["ts"]), max(0.0, float(values.get("dur", 0)))
     except (KeyError, TypeError, ValueError) as problem:
