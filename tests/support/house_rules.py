@@ -117,8 +117,9 @@ TESTED_IN = {
     ),
     "cli/test_run.py": ("records/run.py", "report/run_page.py", "run/settings.py"),
     "run/test_program.py": (
-        *("run/batches.py", "run/gain.py", "run/loaders.py", "run/moves.py", "run/optimizers.py"),
-        *("run/parts.py", "run/result.py", "run/scripting.py", "run/session.py"),
+        *("run/batches.py", "run/gain.py", "run/loaders.py", "run/moves.py"),
+        *("run/optimizers.py", "run/parts.py", "run/result.py", "run/scripting.py"),
+        "run/session.py",
     ),
     "scenarios/faults/test_faults.py": ("engine/step/halving.py", "engine/step/memory_error.py"),
     "scenarios/ranks/test_ranks.py": ("checkpoint/sharded.py", "engine/values/summed.py"),
@@ -136,8 +137,8 @@ TESTED_IN = {
     "translation/test_model.py": ("translation/model_settings.py",),
     "translation/test_export.py": ("cli/export.py",),
     "engine/graphs/test_graphed_function.py": (
-        *("engine/graphs/call_gradients.py", "engine/graphs/found_gradients.py"),
-        *("engine/graphs/function_work.py", "engine/graphs/observed_owners.py"),
+        *("engine/graphs/call_gradients.py", "engine/graphs/function_work.py"),
+        "engine/graphs/observed_owners.py",
     ),
     "engine/update/test_schedules.py": ("engine/update/scheduler_kinds.py",),
     "engine/loss/test_carry.py": ("engine/loss/carried_state.py",),
@@ -250,6 +251,5 @@ LONG = {
     *("fake/host_threads.py", "lifecycle/folder.py", "lifecycle/metrics.py"),
     *("machine/doctor.py", "machine/monitor.py", "main_program.py", "plan.py"),
     *("races/checker.py", "races/operators.py", "races/race.py", "records/bench.py"),
-    "schema.py",
-    "translation/settings.py",
+    *("schema.py", "translation/settings.py"),
 }

@@ -27,9 +27,6 @@ from headrace.schema import require_whole
 log = logging.getLogger("headrace")
 
 
-# --- writing ----------------------------------------------------------------------------------
-
-
 def save_checkpoint(
     folder: str | Path, state: object, *, step: int, keep: int = 2, device: Device | None = None
 ) -> Path:
@@ -151,9 +148,3 @@ def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
         else:
             kept.append(found)
     return surplus
-
-
-# --- finding ----------------------------------------------------------------------------------
-
-
-# --- reading ----------------------------------------------------------------------------------

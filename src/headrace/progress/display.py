@@ -200,9 +200,6 @@ class _Bar(BarColumn):
         return super().render(task) if has_room else Text("")
 
 
-# --- the text of a line ---------------------------------------------------------------------------
-
-
 def _undo_redirection() -> None:
     """Let a forked worker print directly: only its parent draws the live line."""
     sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)

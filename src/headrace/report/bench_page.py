@@ -17,8 +17,6 @@ from headrace.report.timelines import timeline_group
 
 #: A plan that is less than 2 % faster is not recommended in the headline.
 _SMALLEST_GAIN = 0.02
-
-
 _SENSORS = (NVML, CPU_CORES, POWER, GPU_MEMORY)
 
 

@@ -24,8 +24,7 @@ from headrace.capture import (
     unique,
 )
 from headrace.device import Device
-from headrace.engine.graphs.call_gradients import CallGradients, Remains
-from headrace.engine.graphs.found_gradients import FoundGradients
+from headrace.engine.graphs.call_gradients import CallGradients, FoundGradients, Remains
 from headrace.engine.graphs.observed_owners import ObservedOwners
 from headrace.engine.loss.carried_state import CarriedState
 from headrace.errors import CaptureError, StepError

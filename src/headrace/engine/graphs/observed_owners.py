@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from headrace.capture import StepState, StepTracer
-from headrace.engine.graphs.found_gradients import FoundGradients
+from headrace.engine.graphs.call_gradients import FoundGradients
 
 # After this many watched calls of a shape that each use a new one, none is captured any more.
 _MAX_NEW = 6
