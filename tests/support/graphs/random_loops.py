@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,16 +53,21 @@ def random_loop(seed: int, device: Device) -> Made:
         if kind == "adamw"
         else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
     )
+    scaled, scale = choice.random() < 0.2, nn.Parameter(torch.ones((), device=where))
+    if scaled:
+        optimizer.add_param_group({"params": [scale]})
     scheduled = choice.random() < 0.4
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8) if scheduled else None
-    # More than two summands of one gradient are rounded in the eager loop's order only.
+    # Gradients that are sums within a call are rounded in the eager loop's order only.
     tied = any(model.last.weight is model.first.weight for model in models)
-    calls = 1 if tied else choice.choice([1, 1, 2])
+    calls = 1 if tied else choice.choice([1, 1, 2, 4])
     accumulate = choice.choice([1, 1, 2, 3])
     to_none = choice.random() < 0.7
     rows = choice.choice([(6,), (6, 3), (6, 6, 2)])
     clips, keeps = choice.random() < 0.4, choice.random() < 0.5
-    validates, uses_hidden = choice.random() < 0.3, choice.random() < 0.5
+    validates, hidden_every = choice.random() < 0.3, choice.choice([0, 0, 1, 1, 2, 3])
+    split = choice.random() < 0.2
+    strict_every = choice.choice([0, 0, 0, 1, 2])
     separate = choice.random() < 0.3
     change_at = choice.randrange(3, 9)
     change = choice.choice(["none", "freeze", "decay", "load", "move", "train", "hook"])
@@ -72,6 +79,8 @@ def random_loop(seed: int, device: Device) -> Made:
         if at == change_at:
             _change(change, models, optimizer)
         found = []
+        uses_hidden = hidden_every > 0 and at % hidden_every == 0
+        is_strict = strict_every > 0 and at % strict_every == 0
         for part in range(accumulate):
             losses = []
             for number, model in enumerate(models):
@@ -79,7 +88,10 @@ def random_loop(seed: int, device: Device) -> Made:
                     x = batch(device, 31 * at + 7 * part + call + number, rows[at % len(rows)])
                     made = outputs(model(x))
                     chosen = made if uses_hidden else made[:1]
-                    losses.append(torch.stack([one.square().mean() for one in chosen]).sum())
+                    if scaled:
+                        chosen = [one * scale for one in chosen]
+                    means = [one.square().mean() for one in chosen]
+                    losses += means if split else [torch.stack(means).sum()]
                     if keeps:
                         kept[:] = [made, losses[-1]]
             if validates:
@@ -87,12 +99,14 @@ def random_loop(seed: int, device: Device) -> Made:
                 with torch.no_grad():
                     found.append(outputs(models[0](batch(device, at)))[0].sum())
                 models[0].train()
-            if separate:
-                for loss in losses:
-                    (scaler.scale(loss) if scales else loss).backward()
-            else:
-                total = torch.stack(losses).sum()
-                (scaler.scale(total) if scales else total).backward()
+            with _strict(is_strict):
+                if separate:
+                    for at_loss, loss in enumerate(losses, 1):
+                        loss = scaler.scale(loss) if scales else loss
+                        loss.backward(retain_graph=split and at_loss < len(losses))
+                else:
+                    total = torch.stack(losses).sum()
+                    (scaler.scale(total) if scales else total).backward()
             found += [loss.detach() for loss in losses]
         if clips and scales:
             scaler.unscale_(optimizer)
@@ -109,6 +123,16 @@ def random_loop(seed: int, device: Device) -> Made:
         return found
 
     return (*models, optimizer), step
+
+
+@contextmanager
+def _strict(is_on: bool) -> Iterator[None]:
+    """A backward with another setting of PyTorch than its forward."""
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _change(what: str, models: list[Odd], optimizer: torch.optim.Optimizer) -> None:

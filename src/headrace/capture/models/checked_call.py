@@ -7,14 +7,14 @@ when the backward is replayed, for the same gradients of the outputs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from headrace.capture.guards.module_guards import ModuleGuards
 from headrace.capture.models.eager import running_inside
+from headrace.capture.models.model_clones import ModelClones
 from headrace.capture.models.outputs import Outputs
 from headrace.capture.reports.differences import Differences
 from headrace.capture.state.state import StepState
@@ -33,11 +33,7 @@ class CheckedCall:
         device, model = self._device, self._model
         self._random = device.random_state()
         self._host_random = torch.get_rng_state() if host_state is None else host_state
-        #: Buffers and tensors that are attributes, each with its name and its clone.
-        self._clones: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        for name, holder, key in _tensors_of(model):
-            one = holder[key]
-            self._clones.setdefault(id(one), (name, one, one.clone()))
+        self._clones = ModelClones(model)
         self._lower = torch.is_autocast_enabled(device.torch_device.type)
         #: Of the eager call: outputs by number, leaves in place of parameters and arguments.
         self._outputs: list[torch.Tensor] = []
@@ -71,7 +67,7 @@ class CheckedCall:
             torch.clear_autocast_cache()
             function: Any = self._step.function
             with (
-                self._on_clones(),
+                self._clones.in_place(),
                 ModuleGuards(self._model).aliases() as self._aliases,
                 running_inside(),
             ):
@@ -84,7 +80,7 @@ class CheckedCall:
             ]
             self._differences.compare(pairs, lower_precision=self._lower)
             self._differences.compare(
-                [(f"buffer {name}", one, clone) for name, one, clone in self._clones.values()],
+                [(f"buffer {name}", one, clone) for name, one, clone in self._clones.pairs()],
                 lower_precision=self._lower,
             )
             state = ("the random state after the call", random, device.random_state())
@@ -92,21 +88,6 @@ class CheckedCall:
         finally:
             device.set_random_state(random)
             torch.set_rng_state(host_random)
-
-    @contextlib.contextmanager
-    def _on_clones(self) -> Iterator[None]:
-        """In the block the model has the clones."""
-        undo = []
-        try:
-            for _, holder, key in _tensors_of(self._model):
-                real = holder[key]
-                if id(real) in self._clones:
-                    undo.append((holder, key, real))
-                    holder[key] = self._clones[id(real)][2]
-            yield
-        finally:
-            for holder, key, real in undo:
-                holder[key] = real
 
     def backward(
         self,
@@ -144,14 +125,3 @@ class CheckedCall:
             self._differences.compare(pairs, lower_precision=self._lower)
 
         return replay_and_compare
-
-
-def _tensors_of(model: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-    """A model's tensors that are no parameters: their names, and where they are kept."""
-    return [
-        (f"{path}.{key}" if path else key, holder, key)
-        for path, module in model.named_modules()
-        for holder in (module._buffers, vars(module))
-        for key, value in holder.items()
-        if isinstance(value, torch.Tensor) and not value.requires_grad
-    ]

@@ -139,7 +139,7 @@ class ModelBackward:
         waiting.require_repeatable(self._name)
         model, function = self._step.modules[0], self._step.function
         with (
-            waiting.as_then(list(model.buffers()), self._settings),
+            waiting.as_then(model, self._settings),
             running_inside(),
             torch.enable_grad(),
         ):
@@ -157,13 +157,35 @@ class ModelBackward:
                 allow_unused=True,
             )
         )
-        request = self._request
-        for parameter, one in zip(wanted, found, strict=False):
-            if request is not None and one is not None:
-                request.add(parameter, one)
-            elif request is None and torch._C._will_engine_execute_node(self._anchor_node):
-                accumulate(parameter, one)
+        self._give(graph, dict(zip(wanted, found, strict=False)), create_graph=create_graph)
         return found[len(wanted) :]
+
+    def _give(
+        self,
+        graph: CapturedModel,
+        found: dict[torch.Tensor, torch.Tensor | None],
+        *,
+        create_graph: bool,
+    ) -> None:
+        """Hand out gradients of an eager backward. Beside those of graphs, they are a part of the
+        sum of the backward that is running: else the last digits would differ."""
+        request = self._request
+        if request is not None:
+            for parameter, one in found.items():
+                if one is not None:
+                    request.add(parameter, one)
+        if request is not None or not torch._C._will_engine_execute_node(self._anchor_node):
+            return
+        if create_graph:
+            for parameter, one in found.items():
+                accumulate(parameter, one)
+            return
+        buffers = graph.gradients
+        numbers = {id(one): number for number, one in enumerate(buffers.parameters)}
+        mine = {numbers[id(weight)]: one for weight, one in found.items() if one is not None}
+        buffers.make_buffers(list(mine))
+        buffers.note_references()
+        buffers.replay(list(mine), lambda: buffers.write(mine))
 
 
 class _Request:

@@ -12,6 +12,7 @@ from headrace.capture.guards.kernel_settings import KernelSettings
 from headrace.capture.models.captured_model import CapturedModel
 from headrace.capture.models.checked_call import CheckedCall
 from headrace.capture.models.lanes import Ticket
+from headrace.capture.models.model_clones import ModelClones
 from headrace.capture.state.state import StepState
 from headrace.errors import StepError
 
@@ -70,24 +71,18 @@ class WaitingCall:
             )
 
     @contextmanager
-    def as_then(self, buffers: list[torch.Tensor], settings: KernelSettings) -> Iterator[None]:
+    def as_then(self, model: torch.nn.Module, settings: KernelSettings) -> Iterator[None]:
         """In the block, random numbers and PyTorch's settings are those of the call. Buffers are
-        written as in any forward, and get their content back."""
-        contents = [one.clone() for one in buffers]
+        clones, which the forward may write."""
         random, host = self._random_states
         of_device = (self._device.random_state, self._device.set_random_state)
-        try:
-            with (
-                _other_state(random, *of_device),
-                _other_state(host, torch.get_rng_state, torch.set_rng_state),
-                settings.set(self.graph.kind.key.settings),
-            ):
-                yield
-        finally:
-            with torch.no_grad():
-                for one, content in zip(buffers, contents, strict=True):
-                    # `.data`: autograd has saved buffers, and must not see a write.
-                    one.data.copy_(content)
+        with (
+            _other_state(random, *of_device),
+            _other_state(host, torch.get_rng_state, torch.set_rng_state),
+            settings.set(self.graph.kind.key.settings),
+            ModelClones(model).in_place(),
+        ):
+            yield
 
 
 @contextmanager
