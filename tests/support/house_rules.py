@@ -25,6 +25,7 @@ TESTED_IN = {
         *("capture/models/lanes.py", "capture/models/model_capture.py"),
         *("capture/models/model_state.py", "capture/models/model_trials.py"),
         *("capture/models/waiting_call.py", "capture/reports/report.py"),
+        *("capture/models/eager_waits.py", "capture/models/model_clones.py"),
         *("capture/state/gradients.py", "capture/state/held_buffers.py"),
         "capture/state/nested.py",
     ),

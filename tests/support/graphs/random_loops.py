@@ -42,8 +42,11 @@ def outputs(result: Any) -> list[torch.Tensor]:
 
 
 def random_loop(seed: int, device: Device) -> Made:
-    """A loop whose every decision comes from the seed."""
-    choice = random.Random(seed)
+    """A loop whose every decision comes from the seed. Those from 10,000 on do more: call a model
+    up to four times, use an output at times, keep the forward for several backwards, train a weight
+    outside of the models, and change a setting of PyTorch's for the backward."""
+    choice, more = random.Random(seed), random.Random(seed + 0.5)
+    does_more = seed >= 10_000
     where = device.torch_device
     models = [Odd(choice).to(where) for _ in range(choice.choice([1, 1, 2]))]
     parameters = [p for model in models for p in model.parameters()]
@@ -53,21 +56,23 @@ def random_loop(seed: int, device: Device) -> Made:
         if kind == "adamw"
         else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
     )
-    scaled, scale = choice.random() < 0.2, nn.Parameter(torch.ones((), device=where))
+    scaled, scale = does_more and more.random() < 0.2, nn.Parameter(torch.ones((), device=where))
     if scaled:
         optimizer.add_param_group({"params": [scale]})
     scheduled = choice.random() < 0.4
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8) if scheduled else None
     # Gradients that are sums within a call are rounded in the eager loop's order only.
     tied = any(model.last.weight is model.first.weight for model in models)
-    calls = 1 if tied else choice.choice([1, 1, 2, 4])
+    calls = 1 if tied else choice.choice([1, 1, 2])
+    calls = more.choice([calls, 4]) if does_more and not tied else calls
     accumulate = choice.choice([1, 1, 2, 3])
     to_none = choice.random() < 0.7
     rows = choice.choice([(6,), (6, 3), (6, 6, 2)])
     clips, keeps = choice.random() < 0.4, choice.random() < 0.5
-    validates, hidden_every = choice.random() < 0.3, choice.choice([0, 0, 1, 1, 2, 3])
-    split = choice.random() < 0.2
-    strict_every = choice.choice([0, 0, 0, 1, 2])
+    validates, hidden_every = choice.random() < 0.3, int(choice.random() < 0.5)
+    hidden_every = more.choice([hidden_every, 2, 3]) if does_more else hidden_every
+    split = does_more and more.random() < 0.2
+    strict_every = more.choice([0, 0, 0, 1, 2]) if does_more else 0
     separate = choice.random() < 0.3
     change_at = choice.randrange(3, 9)
     change = choice.choice(["none", "freeze", "decay", "load", "move", "train", "hook"])

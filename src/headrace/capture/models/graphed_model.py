@@ -92,7 +92,8 @@ class GraphedModel:
     def _run(self, why: str, call: Any) -> Any:
         self.part.ran_eagerly(why)
         with running_inside(self.part.why is None):
-            return self._step.function(*call[0], **call[1])  # type: ignore[operator]
+            result = self._step.function(*call[0], **call[1])  # type: ignore[operator]
+        return self.trials.eager_waits.note(result) if self.part.why is None else result
 
     def _run_odd(self, why: str, call: Any) -> Any:
         """A call with arguments that no graph can take."""
@@ -198,9 +199,8 @@ class GraphedModel:
             lane = lane or self._lanes.open()
             graph = lane.graphs[kind] = self._capture(state, kind, lane, call, leaves)
         except CaptureError as problem:
-            why = describe_failure(problem)
-            self.give_up(why, divides=True)
-            return why
+            self.give_up(describe_failure(problem), divides=True)
+            return describe_failure(problem)
         return lane, graph
 
     def _capture(

@@ -13,9 +13,10 @@ import torch
 from headrace.capture.guards.kernel_settings import KernelSettings
 from headrace.capture.models.captured_model import CallKey, CallKind
 from headrace.capture.models.eager import DOUBLE_BACKWARD
+from headrace.capture.models.eager_waits import EagerWaits
 from headrace.capture.models.model_state import ModelState
 from headrace.capture.models.outputs import own_tensors
-from headrace.capture.reports.reasons import BESIDE_CHECK, CHECKED, FIRST_CALLS
+from headrace.capture.reports.reasons import BESIDE_CHECK, BESIDE_EAGER, CHECKED, FIRST_CALLS
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.host_constants import HostConstants
 from headrace.capture.watching.host_draws import HostDraws
@@ -66,6 +67,7 @@ class ModelTrials:
         # Kinds of which a call is to be checked, and for how many calls they may wait.
         self._due: set[CallKind] = set()
         self._patience = 0
+        self.eager_waits = EagerWaits()
         # Whether calls run eagerly until the backward of those that are checked.
         self._is_checking = False
 
@@ -162,7 +164,7 @@ class ModelTrials:
         if self._due and not self._is_checking and not self._waits(kind, is_pending()):
             self._is_checking = True
         if not self._is_checking:
-            return None
+            return BESIDE_EAGER if self.eager_waits.is_any() else None
         return CHECKED if kind in self._due else BESIDE_CHECK
 
     def _waits(self, kind: CallKind, is_pending: bool) -> bool:
