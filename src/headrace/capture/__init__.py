@@ -13,6 +13,7 @@ from headrace.capture.graphs.cache import GraphCache
 from headrace.capture.graphs.capture_settings import CaptureSettings
 from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.graphs.function import CapturedFunction
+from headrace.capture.graphs.work import Capturable
 from headrace.capture.guards.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.guards.obstacles import fused_or, state_obstacle
 from headrace.capture.parts.accelerated import is_prepared
@@ -47,6 +48,7 @@ from headrace.capture.watching.tracer import StepTracer
 __all__ = [
     "GRADIENTS_REPLACED",
     "MAX_SHAPES",
+    "Capturable",
     "CapturableOptimizer",
     "CaptureSettings",
     "CapturedFunction",

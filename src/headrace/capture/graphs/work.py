@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -14,98 +15,63 @@ from headrace.capture.state.memory import StateBeforeCapture
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.tracer import StepTracer
 
-Call = TypeVar("Call", contravariant=True)
+Call = TypeVar("Call")
 Outcome = TypeVar("Outcome")
-Result = TypeVar("Result", covariant=True)
+Result = TypeVar("Result")
 
 
-class Capturable(Protocol[Call, Outcome, Result]):
+class Capturable(ABC, Generic[Call, Outcome, Result]):
     """What is captured. A `call` is whatever the function is called with."""
 
+    # --- what must be said ------------------------------------------------------------------------
+
+    @abstractmethod
     def tree(self, call: Call) -> Any:
         """The arguments: tensors and values, nested."""
-        ...
 
+    @abstractmethod
     def find_state(self) -> StepState | None:
         """What the function uses; None if that cannot be said before another call."""
-        ...
 
-    def found(self, guards: Guards) -> None:
-        """What the function uses has been searched for."""
-        ...
-
-    def settings(self) -> tuple[tuple[str, Any], ...]:
-        """What a graph freezes besides the optimizers' settings, by name."""
-        ...
-
+    @abstractmethod
     def obstacle(self, state: StepState) -> str | None:
         """Why the function cannot be captured; None if nothing prevents it."""
-        ...
 
+    @abstractmethod
     def key(self, call: Call) -> tuple[Hashable, ...]:
         """What a graph depends on besides the arguments and PyTorch's settings."""
-        ...
 
-    def graph_key(self, key: Hashable) -> Hashable | None:
-        """The key of the graph, if it depends on more than is known before calls have agreed. None:
-        run eagerly, the memory that a graph would use has not settled."""
-        ...
-
+    @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that the function may read besides its state, since other checks notice if one is
         replaced."""
-        ...
 
-    def held(self) -> list[torch.Tensor]:
-        """Those of them that must stay where they are while there are graphs."""
-        ...
+    @abstractmethod
+    def write_rates(self) -> None:
+        """Bring the learning rates on the device up to date."""
 
-    def replaced(self) -> str | None:
-        """Why graphs would use memory that nobody uses any more; None if they would not."""
-        ...
+    @abstractmethod
+    def use_optimizers(self, capturable: Sequence[CapturableOptimizer]) -> None:
+        """The optimizers are capturable from now on; none: they are plain again."""
 
-    def memory_moves(self) -> None:
-        """Called before the state is searched for again."""
-        ...
-
+    @abstractmethod
     def run(self, call: Call) -> Result:
         """Run eagerly."""
-        ...
 
+    @abstractmethod
     def run_watched(self, call: Call, key: Hashable, tracer: StepTracer) -> tuple[Result, bool]:
         """Run eagerly, traced. Returns also whether the trace is complete: False if the call has
         shown more state than was known."""
-        ...
 
-    def run_compared(self, call: Call) -> tuple[Result, str | None] | None:
-        """Run as a replay would where no trace can be compared, and return what differs. None:
-        traces can be compared."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether this call may be captured, if it is due."""
-        ...
-
+    @abstractmethod
     def record(self, tree: Any) -> Outcome:
         """What a graph records."""
-        ...
 
-    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
-        """Called after a capture. Raises `CaptureError` if a replay would not do."""
-        ...
-
+    @abstractmethod
     def keep(self, captured: CapturedWork[Outcome], key: Hashable) -> None:
         """A capture has succeeded."""
-        ...
 
-    def write_rates(self) -> None:
-        """Bring the learning rates on the device up to date."""
-        ...
-
-    def use_optimizers(self, capturable: Sequence[CapturableOptimizer]) -> None:
-        """The optimizers are capturable from now on; none: they are plain again."""
-        ...
-
+    @abstractmethod
     def replay(
         self,
         captured: CapturedWork[Outcome],
@@ -114,10 +80,47 @@ class Capturable(Protocol[Call, Outcome, Result]):
         leaves: list[torch.Tensor],
     ) -> Result: ...
 
+    @abstractmethod
     def dropped(self) -> None:
         """All graphs have been dropped."""
-        ...
 
+    @abstractmethod
     def given_up(self) -> None:
         """Nothing will be captured any more."""
-        ...
+
+    # --- what may be said -------------------------------------------------------------------------
+
+    def found(self, guards: Guards) -> None:
+        """What the function uses has been searched for."""
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """What a graph freezes besides the optimizers' settings, by name."""
+        return ()
+
+    def graph_key(self, key: Hashable) -> Hashable | None:
+        """The key of the graph, if it depends on more than is known before calls have agreed. None:
+        run eagerly, the memory that a graph would use has not settled."""
+        return key
+
+    def held(self) -> list[torch.Tensor]:
+        """Those of the `tensors` that must stay where they are while there are graphs."""
+        return []
+
+    def replaced(self) -> str | None:
+        """Why graphs would use memory that nobody uses any more; None if they would not."""
+        return None
+
+    def memory_moves(self) -> None:
+        """Called before the state is searched for again."""
+
+    def run_compared(self, call: Call) -> tuple[Result, str | None] | None:
+        """Run as a replay would where no trace can be compared, and return what differs. None:
+        traces can be compared."""
+        return None
+
+    def ready(self) -> bool:
+        """Whether this call may be captured, if it is due."""
+        return True
+
+    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
+        """Called after a capture. Raises `CaptureError` if a replay would not do."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from headrace.capture import (
+    Capturable,
     CapturableOptimizer,
     CapturedFunction,
     CapturedWork,
     CaptureSettings,
     Guards,
-    StateBeforeCapture,
     StepState,
     StepTracer,
     map_tensors,
@@ -34,7 +34,7 @@ from headrace.source_lines import describe_function
 Returned = TypeVar("Returned")
 
 
-class FunctionWork(Generic[Returned]):
+class FunctionWork(Capturable[Any, Remains, Returned]):
     """What is captured of one step function, and its `graphs`."""
 
     def __init__(
@@ -102,9 +102,6 @@ class FunctionWork(Generic[Returned]):
     def tree(self, call: Any) -> Any:
         return call
 
-    def settings(self) -> tuple[tuple[str, Any], ...]:
-        return ()
-
     def obstacle(self, state: StepState) -> str | None:
         return state_obstacle(state)
 
@@ -125,15 +122,6 @@ class FunctionWork(Generic[Returned]):
             own += self._carry.tensors()
         state = None if self.graphs.guards is None else self.graphs.guards.state
         return [*([] if state is None else state.tensors()), *own, *self._gradients.present()]
-
-    def held(self) -> list[torch.Tensor]:
-        return []
-
-    def replaced(self) -> str | None:
-        return None
-
-    def memory_moves(self) -> None:
-        pass
 
     def write_rates(self) -> None:
         for optimizer in self._capturable:
@@ -173,9 +161,6 @@ class FunctionWork(Generic[Returned]):
             self.graphs.give_up(why)
         return result, len(self._owners.found) == observed
 
-    def run_compared(self, call: Any) -> None:
-        return None
-
     def replay(
         self,
         captured: CapturedWork[Remains],
@@ -212,9 +197,6 @@ class FunctionWork(Generic[Returned]):
             carried = self._carry.write(carried, capturing=True)
         gradients = self._gradients.left_since(entry)
         return Remains(result, gradients, carried)
-
-    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
-        pass
 
     def keep(self, captured: CapturedWork[Remains], key: Hashable) -> None:
         captured.hold(self._gradients.captured())

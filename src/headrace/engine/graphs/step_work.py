@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.capture import (
+    Capturable,
     CapturableOptimizer,
     CapturedFunction,
     CapturedWork,
     CaptureSettings,
     GraphCache,
-    Guards,
     StateBeforeCapture,
     StepState,
     StepTracer,
@@ -43,7 +43,7 @@ class Training(NamedTuple):
     eager: EagerStep
 
 
-class StepWork:
+class StepWork(Capturable[Training, LossOutput, Launched]):
     """What is captured of one training step under one plan, and its `graphs`."""
 
     def __init__(self, parts: StepParts, plan: Plan) -> None:
@@ -79,9 +79,6 @@ class StepWork:
     def find_state(self) -> StepState:
         return self._parts.state
 
-    def found(self, guards: Guards) -> None:
-        pass
-
     def settings(self) -> tuple[tuple[str, Any], ...]:
         update = self._parts.update
         clip_norm = None if update.clipping is None else update.clipping.max_norm
@@ -97,9 +94,6 @@ class StepWork:
             return ()
         carry.before(call.fetched.batch)  # now the state is in the memory that a graph would read
         return (carry.key(),)
-
-    def graph_key(self, key: Hashable) -> Hashable | None:
-        return key
 
     def tensors(self) -> list[torch.Tensor]:
         parts = self._parts
