@@ -130,8 +130,8 @@ TESTED_IN = {
     ),
     "translation/corpus/test_packed.py": ("translation/corpus/packing.py",),
     "translation/test_trainer.py": (
-        *("translation/built_run.py", "translation/first_batches.py"),
-        *("translation/run_corpus.py", "translation/training_loop.py"),
+        *("translation/built_run.py", "translation/run_corpus.py"),
+        "translation/training_loop.py",
         "translation/validation.py",
     ),
     "translation/test_decode.py": ("translation/search.py",),

@@ -63,11 +63,6 @@ def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks, device: De
 
 def resolve_plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
     loader = LoaderPlan()
-    if settings.plan == "auto":
-        raise TranslationError(
-            "plan = auto: is chosen when a run starts, and this one has not; expected a preset's "
-            "name or a plan.yaml"
-        )
     if is_plan_file(settings.plan):
         stored = load_plan(settings.plan)
         plan, loader = stored.plan, stored.loader

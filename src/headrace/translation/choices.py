@@ -26,14 +26,17 @@ class Choices:
     why_plan: str | None = None
 
 
-def choose(settings: TrainSettings, data: Prepared, ranks: Ranks, device: Device) -> Choices:
-    """Choose for this device and corpus. Rank 0 chooses for all."""
+def choose(
+    settings: TrainSettings, data: Prepared, ranks: Ranks, device: Device, *, has_trained: bool
+) -> Choices:
+    """Choose for this device and corpus. Rank 0 chooses for all. A run that `has_trained` keeps its
+    plan."""
     given, why_plan = settings, None
     if given.preset == "auto":
         preset = preset_of_weights(given.weights)
         preset = preset or choose_preset(device, len(data.splits["train"]))
         settings = settings.replace(preset=ranks.broadcast(preset, Ledger()))
-    if given.plan == "auto":
+    if given.plan == "auto" and not has_trained:
         choice = choose_plan(settings, data, ranks, device)
         settings = settings.replace(plan=ranks.broadcast(choice.plan, Ledger()))
         why_plan = choice.why if device.captures else None

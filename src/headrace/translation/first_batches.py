@@ -9,6 +9,8 @@ from headrace.translation.run_size import FirstBatches, about
 from headrace.translation.start_up import StartUp
 
 _SHORT_RUN_S = 60.0
+#: After so many batches it looks whether the plan has been chosen: a report takes some time.
+_LOOK_EVERY = 20
 
 
 class FirstBatchNotes:
@@ -28,6 +30,10 @@ class FirstBatchNotes:
         # Under a plan with graphs, the first batches capture them.
         self._measured = FirstBatches(skip=5 if parts.plan.graphs == "off" else 100)
         self._is_first = True
+        self._until_look = _LOOK_EVERY
+        graphs = parts.engine.graphs
+        #: Whether the plan `auto` has not chosen yet.
+        self._is_open = parts.plan.graphs == "auto" and graphs is not None and not graphs.decision
 
     def on_batch(self, now_s: float, batches: int) -> None:
         """Call this after each batch, with the number of those that are left in the run."""
@@ -36,6 +42,7 @@ class FirstBatchNotes:
             is_compiled = report is not None and report.compiled
             warn_of_dense_attention(self._parts, is_compiled=is_compiled)
         self._is_first = False
+        self._say_decision()
         batch_s = self._measured.on_batch(now_s)
         if batch_s is not None:
             self.say_start_up()
@@ -46,6 +53,17 @@ class FirstBatchNotes:
             f"measured over the first batches: {about(batches * batch_s)} of training left, "
             f"without validation{'; --time-limit ends it before' if is_limited else ''}"
         )
+
+    def _say_decision(self) -> None:
+        """Say what the plan `auto` has measured and chosen, soon after it has."""
+        self._until_look -= 1
+        if not self._is_open or self._until_look:
+            return
+        self._until_look = _LOOK_EVERY
+        graphs = self._parts.engine.graphs
+        if graphs is not None and graphs.decision is not None:
+            self._is_open = False
+            self._observers.progress.message(graphs.decision)
 
     def say_start_up(self) -> None:
         """Say how long the start took, if there was something to compile or capture."""

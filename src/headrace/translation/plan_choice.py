@@ -1,4 +1,9 @@
-"""Which plan a run gets if its settings leave that to the trainer (`plan = auto`)."""
+"""Which plan a run gets if its settings leave that to the trainer (`plan = auto`).
+
+Chosen here is only what must be known before the run begins: whether the step is compiled, and
+whether batches are to have few shapes, for graphs. Whether graphs stay is measured in the run, by
+the engine's plan `auto`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,6 @@ import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from headrace.device import Device
 from headrace.parallel import Ranks
@@ -33,7 +36,7 @@ def choose_plan(
     settings: TrainSettings, data: Prepared, ranks: Ranks, device: Device
 ) -> PlanChoice:
     """The plan for this run: `pipeline` where the step cannot be a graph, `max` if the run is long
-    enough to pay for compiling, else `graph`.
+    enough to pay for compiling, else `auto`.
 
     The preset must be settled, since a large model pays for compiling earlier than a small one.
     """
@@ -45,7 +48,7 @@ def choose_plan(
         return PlanChoice("pipeline", why_eager)
     why_uncompiled = _why_uncompiled(settings, device)
     if why_uncompiled is not None:
-        return PlanChoice("graph", why_uncompiled)
+        return PlanChoice("auto", why_uncompiled)
     if settings.packed == "on":
         return PlanChoice("max", "packed batches need compiled attention")
     under_max = settings.replace(plan="max")
@@ -56,19 +59,17 @@ def choose_plan(
         return PlanChoice(
             "max",
             f"compiling takes {compile_s}, then steps are about {compiled.speedup:g} times as "
-            f"fast; without it the run takes {about(run_s)} (--plan graph)",
+            f"fast; without it the run takes {about(run_s)}",
         )
     return PlanChoice(
-        "graph", f"the run takes {about(run_s)}; compiling takes {compile_s}, more than it saves"
+        "auto", f"the run takes {about(run_s)}; compiling takes {compile_s}, more than it saves"
     )
 
 
 def _why_eager(settings: TrainSettings, ranks: Ranks, device: Device) -> str | None:
-    """Why the step is better not captured as a graph; None if it should be."""
+    """Why the step is not captured as a graph; None if it may be."""
     if not device.captures:
         return f"{device.description()} captures no graphs"
-    if torch.version.hip is not None:
-        return "graphs were never measured with ROCm (--plan graph tries them)"
     if ranks.group is not None:
         # DDP's step was captured on one GPU, and never tried on several. FSDP2's cannot be.
         return "graphs were never measured on several GPUs (--plan graph tries them, with ddp)"

@@ -159,7 +159,7 @@ class TrainSettings(Checked):
     plan: str = choice(
         "auto",
         "Execution plan: a preset (see `headrace plan`), a plan.yaml, or auto: chosen by device "
-        "and length of the run.",
+        "and length of the run, and by measuring its first steps.",
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = choice(
         "auto", "fp32, tf32, bf16, fp16, or auto: bf16 on a GPU that is fast at it, else fp32."

@@ -181,7 +181,7 @@ class Trainer:
         with compiler_loading() if may_compile(self.settings, device) else nullcontext():
             data = prepare_run(self.settings, self.folder, self._ranks, self._cache, progress)
         prepared_s = time.monotonic()
-        chosen = choose(self.settings, data, self._ranks, device)
+        chosen = choose(self.settings, data, self._ranks, device, has_trained=not loads_weights)
         if chosen.settings != self.settings:
             self.settings = chosen.settings
             self._write_config(self.settings)
