@@ -15,6 +15,7 @@ from torch import nn
 
 from headrace.device import Device
 from headrace.engine import Engine
+from headrace.engine.loss.compiled import CompiledLoss
 from headrace.fake import Costs, FakeDevice
 from headrace.plan import Plan
 from support.training.engines import data, loss, make_engine, make_model, same, weights
@@ -263,3 +264,66 @@ class TestAuto:
             second.load_state_dict(stored)
             assert second.epoch(data(6)).losses == expected
             second.close()
+
+
+class TestCompiled:
+    """Under `max` the parts of a compiled step run uncompiled, so they must be faster."""
+
+    @pytest.fixture(autouse=True)
+    def compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is compiled is as it was, and refuses a model that is not."""
+
+        def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+            def compiled(model: nn.Module, *inputs: Any) -> Any:
+                assert not any("forward" in vars(one) for one in model.modules())
+                return function(model, *inputs)
+
+            return compiled
+
+        def call(self: CompiledLoss, model: Any, *inputs: Any) -> Any:
+            monkeypatch.setattr(self, "_ran_compiled", True)
+            return self._compiled(model, *inputs)
+
+        monkeypatch.setattr(torch, "compile", compile_)
+        monkeypatch.setattr(CompiledLoss, "_call_or_fall_back", call)
+        monkeypatch.setattr(FakeDevice, "compiles", True)
+
+    @pytest.mark.parametrize("costs", [LAUNCH_BOUND, BUSY])
+    @pytest.mark.parametrize("rung", ["parts", "children"])
+    def test_what_is_faster_stays_also_in_a_resumed_run(self, rung: str, costs: Costs) -> None:
+        made, options = RUNGS[rung]
+        with FakeDevice() as device:
+            expected = made(device, "pipeline", **options).epoch(data(82)).losses
+        with FakeDevice(costs=costs) as device:
+            first = made(device, "max", **options)
+            losses = list(first.epoch(data(70)).losses)
+            stored = copy.deepcopy(first.state_dict())
+            decided = first.graphs
+            assert decided is not None
+            assert first.compiled is not None
+            pays = costs is LAUNCH_BOUND
+            assert decided.way == (rung if pays else "eager")
+            assert str(decided.decision).endswith("no graphs are used") is not pays
+            assert first.compiled.compiled is not pays
+            first.close()
+            second = made(device, "max", **options)
+            second.load_state_dict(stored)
+            result = second.epoch(data(82)[70:])
+            assert result.waits["auto"].count == 0
+            assert second.graphs is not None
+            assert (second.graphs.decision, second.graphs.way) == (decided.decision, decided.way)
+            second.close()
+        assert [*losses, *result.losses] == pytest.approx(list(expected))
+
+    def test_a_step_of_which_no_part_can_be_captured_stays_compiled(self) -> None:
+        with FakeDevice(costs=LAUNCH_BOUND) as device:
+            model = nn.Sequential(nn.Linear(8, 3), Picky()).to(device.torch_device)
+            optimizer = torch.optim.Adagrad(model.parameters())
+            engine = Engine(model, optimizer, loss, plan="max", device=device)
+            engine.epoch(data(20))
+            assert engine.compiled is not None
+            assert engine.compiled.compiled
+            assert engine.graphs is not None
+            assert engine.graphs.decision == "no part of the step can be captured"
+            assert "forward" not in vars(model)
+            engine.close()

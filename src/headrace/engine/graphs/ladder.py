@@ -7,7 +7,8 @@
 
 A step that cannot be captured as a whole is left to `speed_up`, which captures its parts and
 divides the model where it must. With `graphs="auto"` the rung that was found is compared with the
-eager step on real batches, in turns, and kept if it is faster.
+eager step on real batches, in turns, and kept if it is faster. So are the parts of a compiled step
+under `graphs="on"`, since they run as they were written: compiled code contains the model.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from headrace.capture import GraphReport, SpeedUpHandle, Turns, rounding_when_captured, speed_up
+from headrace.capture import (
+    GraphReport,
+    SpeedUpHandle,
+    Turns,
+    own_forwards,
+    rounding_when_captured,
+    speed_up,
+)
 from headrace.data import Fetched
 from headrace.engine.graphs.step_graphs import StepGraphs
-from headrace.engine.loss.compiled import CompiledLoss
+from headrace.engine.loss.compiled import CompiledLoss, loss_mode
 from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step.eager import EagerStep
 from headrace.engine.step.parts import StepParts
@@ -67,7 +76,7 @@ class Ladder:
         self._as_captured = False
         self._turns: Turns | None = None
         if plan.graphs == "auto":
-            self._turns = Turns(parts.device, shapes=plan.graph_shapes)
+            self._compare()
 
     def train(self, fetched: Fetched, eager: EagerStep) -> Launched:
         """Train on one batch, on the current stream."""
@@ -109,10 +118,11 @@ class Ladder:
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What `graphs="auto"` has decided, since a run that continues must not search again, and
-        what later bits depend on."""
+        """What was decided, since a run that continues must not search again, and what later bits
+        depend on."""
         turns = self._turns
         return {
+            "decided_by": self._plan.graphs,
             "pays": None if turns is None else turns.pays,
             "decision": None if turns is None else turns.decision,
             "not_whole": self._whole.why,
@@ -127,19 +137,25 @@ class Ladder:
         self._close_parts()
         self._whole.load_state_dict(state)
         self._as_captured = state is not None and bool(state.get("parts_as_captured"))
-        if self._turns is None or state is None or state["pays"] is None:
+        if state is None or state["pays"] is None:
+            return
+        if state.get("decided_by", "auto") != self._plan.graphs:
             return
         if self._whole.why is None and (why := state.get("not_whole")) is not None:
             self._whole.give_up(why)
-        self._turns.restore(pays=state["pays"], decision=state["decision"])
-        self._apply(self._turns)
+        turns = self._compare()
+        turns.restore(pays=state["pays"], decision=state["decision"])
+        self._apply(turns)
 
     # --- below the whole step ---------------------------------------------------------------------
 
     def _train_by_parts(
         self, fetched: Fetched, eager: EagerStep, uses_graphs: bool
     ) -> tuple[Launched, bool]:
-        if self._by_parts is None and uses_graphs and self._has_parts():
+        # Ranks average gradients in hooks.
+        if self._by_parts is None and uses_graphs and self._parts.parallelism == "plain":
+            if self._compiled is not None:
+                self._compare()
             self._by_parts = self._speed_up()
         if self._by_parts is None:
             return eager(fetched), False
@@ -147,15 +163,33 @@ class Ladder:
         if self._turns is None or self._turns.pays is not None:
             return eager(fetched), False
         before = self._by_parts.counts()
-        launched = eager(fetched)
+        with self._as_compiled(not uses_graphs):
+            launched = eager(fetched)
+        parts = self._by_parts.parts()
+        if self._compiled is not None and all(part.why is not None for part in parts):
+            self._turns.restore(pays=False, decision="no part of the step can be captured")
+            self._apply(self._turns)
+            return launched, False
         return launched, self._by_parts.counts().is_replay_after(before)
 
-    def _has_parts(self) -> bool:
-        """Whether parts could be captured: ranks average gradients in hooks, and compiled code
-        contains the model."""
+    @property
+    def _compiled(self) -> CompiledLoss | None:
+        """The loss function, if it runs as compiled code."""
         loss = self._parts.forward.loss
-        is_compiled = isinstance(loss, CompiledLoss) and loss.why_uncompiled is None
-        return self._parts.parallelism == "plain" and not is_compiled
+        return loss if isinstance(loss, CompiledLoss) and loss.why_uncompiled is None else None
+
+    def _as_compiled(self, compiled: bool) -> AbstractContextManager[object]:
+        """In the block, a compiled loss function runs as compiled code, which must find the model
+        as it was when it was compiled, or else as it was written."""
+        if self._compiled is None:
+            return nullcontext()
+        return own_forwards(self._parts.model) if compiled else loss_mode(self._compiled, "plain")
+
+    def _compare(self) -> Turns:
+        """What compares steps, from now on."""
+        if self._turns is None:
+            self._turns = Turns(self._parts.device, shapes=self._plan.graph_shapes)
+        return self._turns
 
     def _speed_up(self) -> SpeedUpHandle:
         parts, plan = self._parts, self._plan
@@ -175,7 +209,7 @@ class Ladder:
 
     def _may_capture_update(self) -> bool:
         """Whether the update may be captured: with the same bits, if nobody has asked for it."""
-        return self._turns is None or rounding_when_captured(self._parts.optimizer) is None
+        return self._plan.graphs == "on" or rounding_when_captured(self._parts.optimizer) is None
 
     def _close_parts(self) -> None:
         if self._by_parts is not None:
@@ -183,8 +217,11 @@ class Ladder:
             self._by_parts = None
 
     def _apply(self, turns: Turns) -> None:
-        """Drop all graphs if they do not pay."""
-        if not turns.pays:
-            self._close_parts()
-            if self._whole.why is None:
-                self._whole.give_up(str(turns.decision))
+        """Drop all graphs if they do not pay. Parts that do are not compiled."""
+        if turns.pays:
+            if self._whole.why is not None and self._compiled is not None:
+                self._compiled.give_up("its parts run as graphs, uncompiled, which is faster")
+            return
+        self._close_parts()
+        if self._whole.why is None:
+            self._whole.give_up(str(turns.decision))

@@ -88,6 +88,11 @@ class CompiledLoss:
                 return self._compiled(model, *inputs)
         return self._call_or_fall_back(model, *inputs)
 
+    def give_up(self, why: str) -> None:
+        """Run as it was written from now on."""
+        self.why_uncompiled = why
+        log.info("the step is not compiled any more: %s", why)
+
     def report(self) -> CompileReport:
         """Whether compiled code has run so far, and if not, why."""
         compiled = self._ran_compiled and self.why_uncompiled is None
