@@ -232,7 +232,7 @@ def test_the_report_of_a_model_in_pieces(here: Path) -> None:
 
 def test_what_graphs_gain_is_said_in_one_line() -> None:
     *_, found = train_on_a_fake_device(Encoder(nn.Linear(4, 8), nn.Linear(8, 2)), 110)
-    for page in ("speed-up.md", "plans.md", "run.md", "zh/run.md"):
+    for page in ("speed-up.md", "plans.md", "run.md", "zh/run.md", "translation-batches.md"):
         assert without_figures(shown(f"docs/{page}", "gain")) == without_figures([found])
 
 

@@ -59,17 +59,12 @@ class _Turn:
         self._timed += 1
         return self._timed == _TIMED
 
-    def skip_step(self) -> None:
-        """The step does not count, nor does the next: its memory has to be found again."""
-        self.pause()
-        self._to_wait = max(self._to_wait, 1)
-
     @property
     def is_timing(self) -> bool:
         return not self._is_paused
 
     def pause(self) -> None:
-        """The time until the next step does not count."""
+        """The time until the next step does not count, nor does a step that is under way."""
         self._is_paused = True
 
     def step_ms(self) -> list[float]:
@@ -143,7 +138,7 @@ class Turns:
         self._turn = _Turn(self._device, with_graphs=with_graphs)
 
     def _skip(self) -> None:
-        self._turn.skip_step()
+        self._turn.pause()
         self._skipped += 1
         if self._skipped == self._max_skipped:
             self._decide(
