@@ -26,6 +26,7 @@ from torch.autograd import Variable
 
 from headrace.fake import graphs, patches
 from headrace.fake.patches import Replacement
+from headrace.fake.tape_entries import Mark
 from headrace.races.checker import Clock, join, storage_key
 from headrace.races.operators import tensors
 from headrace.races.race import calling_site
@@ -64,7 +65,7 @@ class _Arrival:
     clock: Clock = field(default_factory=dict)
     time_ns: int = 0
     #: The positions of those streams, if they are being captured.
-    marks: list[graphs.Mark] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
 
     def add(self, stream: FakeStream) -> _Arrival:
         """Count all work that is on `stream` now among what made the gradient."""
@@ -228,7 +229,7 @@ def _begin(run: _BackwardRun, forward: _MadeBy) -> None:
 
 def _join(stream: FakeStream, arrival: _Arrival) -> None:
     if stream.tape is not None or arrival.marks:
-        marks: Sequence[graphs.Mark | None] = arrival.marks or [None]
+        marks: Sequence[Mark | None] = arrival.marks or [None]
         for mark in marks:
             graphs.wait(stream, mark)
         return

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
-from headrace.fake import autograd, patches
+from headrace.fake import autograd, data_parallel, patches
+from headrace.fake.collective_schema import ends, reads_and_writes, stream_name
 from headrace.fake.patches import Replacement
 from headrace.races.checker import storage_key
 from headrace.races.operators import Operation, tensors
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice
     from headrace.fake.streams import FakeEvent, FakeStream
 
-# For operators whose tensors the schema calls neither inputs nor outputs.
-_READ_ONLY = ("send",)
-_WRITE_ONLY = ("recv_", "recv_any_source_")
 _WRAPS = "_wrap_tensor_autograd"
 _WAIT = "_c10d_functional::wait_tensor"
 
@@ -61,8 +59,6 @@ class _Kept:
 _calls = _LaunchedHere()
 #: What each `Work` keeps.
 _kept: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
-#: When each `Work` or `Future` is done.
-_ends: weakref.WeakKeyDictionary[Any, list[FakeEvent]] = weakref.WeakKeyDictionary()
 _barriers: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Results of functional collectives, by their memory, until `wait_tensor`.
 _unwaited: dict[int, FakeEvent] = {}
@@ -78,7 +74,7 @@ def run(device: FakeDevice, operation: Operation) -> Any:
         if event is not None:
             device.current_stream().wait_event(event)
         return result
-    reads, writes = _reads_and_writes(operation)
+    reads, writes = reads_and_writes(operation)
     current = device.current_stream()
     if current.tape is not None:
         current.tape.before_operation(operation, writes)
@@ -90,7 +86,7 @@ def run(device: FakeDevice, operation: Operation) -> Any:
         writes = [*writes, *fresh]
     device.learn_of_making(operation.inputs())
     is_current = _calls.launched is not None and operation.named("async_op") is False
-    stream = current if is_current else device.stream(_stream_name(operation))
+    stream = current if is_current else device.stream(stream_name(operation))
     if fresh:
         device.operation(current, operation.name, "kernel", allocates=fresh, cost_ns=0)
     if not is_current:
@@ -115,45 +111,6 @@ def run(device: FakeDevice, operation: Operation) -> Any:
     return result
 
 
-def _reads_and_writes(operation: Operation) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    reads: list[torch.Tensor] = []
-    writes: list[torch.Tensor] = []
-    if operation.name == "c10d::barrier":
-        return reads, writes
-    for position, argument in enumerate(operation.func._schema.arguments):
-        if "Tensor" not in str(argument.type):
-            continue
-        found = tensors(operation.argument(position, argument.name))
-        if argument.name.startswith("output"):
-            writes += found
-        elif argument.name.startswith("input") or operation.short.endswith(_READ_ONLY):
-            reads += found
-        elif operation.short.endswith(_WRITE_ONLY):
-            writes += found
-        elif operation.name in ("c10d::broadcast_", "c10d::reduce_"):
-            is_root = _group(operation).rank() == operation.named("root_rank")
-            sends = is_root if operation.name == "c10d::broadcast_" else not is_root
-            (reads if sends else writes).extend(found)
-        else:
-            writes += found
-    return reads, writes
-
-
-def _group(operation: Operation) -> Any:
-    boxed = operation.named("process_group")
-    return torch.distributed.ProcessGroup.unbox(boxed)
-
-
-def _stream_name(operation: Operation) -> str:
-    """Each process group has a stream, and each peer that is sent to or received from by itself."""
-    if operation.name.startswith("c10d::"):
-        name = f"collectives of group {_group(operation).group_name}"
-    else:
-        name = f"collectives of group {operation.named('group_name')}"
-    peer = operation.named("dst") if operation.short.endswith("send") else operation.named("src")
-    return name if peer is None else f"{name}, peer {peer}"
-
-
 # --- what Python calls ----------------------------------------------------------------------------
 
 
@@ -166,7 +123,7 @@ def _launching(kind: Any, name: str) -> Callable[..., Any]:
         try:
             work = patches.original(kind, name)(self, *args, **kwargs)
             if work is not None:
-                _ends[work], _kept[work] = _calls.launched, _calls.kept
+                ends[work], _kept[work] = _calls.launched, _calls.kept
                 if name == "barrier":
                     _barriers.add(work)
         finally:
@@ -182,7 +139,7 @@ def _wait(kind: Any, name: str) -> Callable[..., Any]:
         hidden = nullcontext() if "Callback" in kind.__name__ else torch._C._DisableTorchDispatch()
         with hidden:
             result = patches.original(kind, name)(self, *args, **kwargs)
-        for event in _ends.get(self, ()):
+        for event in ends.get(self, ()):
             current = event.device.current_stream()
             current.wait_event(event)
             if issubclass(kind, torch._C.Future):
@@ -199,10 +156,10 @@ def _wait(kind: Any, name: str) -> Callable[..., Any]:
 
 def _is_completed(kind: Any, name: str) -> Callable[..., Any]:
     def call(self: Any) -> Any:
-        ends = _ends.get(self)
-        if not ends:
+        found = ends.get(self)
+        if not found:
             return patches.original(kind, name)(self)
-        if not all(event.query() for event in ends):
+        if not all(event.query() for event in found):
             return False
         patches.original(type(self), "wait")(self)  # it may be slower than the virtual clock
         return True
@@ -213,7 +170,7 @@ def _is_completed(kind: Any, name: str) -> Callable[..., Any]:
 def _get_future(kind: Any, name: str) -> Callable[..., Any]:
     def call(self: Any) -> Any:
         future = patches.original(kind, name)(self)
-        _ends[future] = _ends.get(self, [])
+        ends[future] = ends.get(self, [])
         return future
 
     return call
@@ -223,7 +180,7 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
     """As on CUDA, the callback runs on a stream of its own, after what the future stands for."""
 
     def call(self: Any, callback: Callable[[Any], Any]) -> Any:
-        before, after = _ends.get(self, []), list[Any]()
+        before, after = ends.get(self, []), list[Any]()
         # Else the callback might run later, in a thread of the transport that nobody watches.
         value = patches.original(kind, "wait")(self) if before else None
 
@@ -243,7 +200,7 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
             return result
 
         chained = patches.original(kind, name)(self, watched)
-        _ends[chained] = after
+        ends[chained] = after
         return chained
 
     return call
@@ -259,46 +216,6 @@ def _keep_for(stream: FakeStream, value: Any) -> None:
 def _returns_work(method: Any) -> bool:
     """Whether a method of `ProcessGroup` launches something, by the signature in its docstring."""
     return "Work" in (getattr(method, "__doc__", None) or "").partition("->")[2]
-
-
-def _register_comm_hook(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
-    """Replaces DDP's function. The reducer waits for the futures of its hook at the end of the
-    backward pass, in C++."""
-
-    def watched(state: Any, bucket: Any) -> Any:
-        future = hook(state, bucket)
-        for event in _ends.get(future, ()):
-            autograd.wait_at_the_end(event.device, event)
-        return future
-
-    return patches.original(torch.distributed, "_register_comm_hook")(reducer, state, watched)
-
-
-#: The parameters of each `Reducer`, DDP's C++ part.
-_parameters: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-
-
-def _reducer(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Replaces `Reducer`: it allocates its buckets unseen."""
-    with _allocating_for(parameters):
-        made = patches.original(torch.distributed, "Reducer")(parameters, *args, **kwargs)
-    _parameters[made] = parameters
-    return made
-
-
-def _rebuild_buckets(reducer: Any) -> Any:
-    with _allocating_for(_parameters.get(reducer, ())):
-        return patches.originals["_rebuild_buckets"](reducer)
-
-
-@contextmanager
-def _allocating_for(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, memory that C++ allocates lies where the parameters lie."""
-    with ExitStack() as stack:
-        for device in patches.devices:
-            if any(device.holds(parameter) for parameter in parameters):
-                stack.enter_context(device.call.changed(inside="device"))
-        yield
 
 
 def replacements() -> Iterator[Replacement]:
@@ -318,7 +235,4 @@ def replacements() -> Iterator[Replacement]:
         (torch._C.Future, "then", _then),
     ):
         yield Replacement(kind, name, wrapper(kind, name))
-    reducer: Any = vars(torch.distributed)["Reducer"]
-    yield Replacement(torch.distributed, "Reducer", _reducer)
-    yield Replacement(reducer, "_rebuild_buckets", _rebuild_buckets)
-    yield Replacement(torch.distributed, "_register_comm_hook", _register_comm_hook)
+    yield from data_parallel.replacements()

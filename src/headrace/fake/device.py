@@ -44,8 +44,10 @@ from headrace.fake import (
 )
 from headrace.fake.costs import Costs
 from headrace.fake.dispatch_mode import DispatchMode
-from headrace.fake.function_mode import FunctionMode, ModeCall
+from headrace.fake.function_mode import FunctionMode
 from headrace.fake.graph_pools import GraphPool, GraphRandomState
+from headrace.fake.hosts import Hosts
+from headrace.fake.mode_call import ModeCall
 from headrace.fake.streams import FakeEvent, FakeStream
 from headrace.races.checker import Actor, Clock, StreamView, join
 from headrace.races.findings import Finding, find, race_report
@@ -71,7 +73,7 @@ def replacements() -> list[patches.Replacement]:
     return [one for part in parts for one in part.replacements()]
 
 
-class FakeDevice(host_threads.Hosts):
+class FakeDevice(Hosts):
     """A device for tests that needs no GPU.
 
         with FakeDevice() as device:             # raises RaceError on the way out if it saw any

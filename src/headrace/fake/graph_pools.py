@@ -25,8 +25,8 @@ from headrace.races.race import calling_site
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice
-    from headrace.fake.graphs import Tape
     from headrace.fake.streams import FakeStream
+    from headrace.fake.tape import Tape
 
 # All bits set: no number in any floating type, -1 in the others.
 _GARBAGE = 0xFF

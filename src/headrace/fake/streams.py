@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from headrace.device import Event, Stream
 from headrace.fake import graphs
+from headrace.fake.tape import Tape
+from headrace.fake.tape_entries import Mark
 from headrace.races.checker import Clock, StreamView, join
 from headrace.races.race import calling_site
 
@@ -20,14 +22,18 @@ class FakeStream(Stream):
         super().__init__(device, name, priority)
         self.state = device.checker.new_stream(name)
         #: The capture that this stream is part of.
-        self.tape: graphs.Tape | None = None
+        self.tape: Tape | None = None
+
+    def joins_capture(self, tape: Tape | None) -> None:
+        """Become a part of this capture, or, with None, of none."""
+        self.tape = tape
 
     @property
     def actor(self) -> StreamView:
         """The stream as the calling thread uses it."""
         return self.device.host().view(self.state)
 
-    def mark(self) -> graphs.Mark | None:
+    def mark(self) -> Mark | None:
         """The stream's position in its capture; None if it is not being captured."""
         return None if self.tape is None else self.tape.mark(self)
 
@@ -73,7 +79,7 @@ class FakeEvent(Event):
         super().__init__(device, timing)
         self.clock: Clock = {}
         self.passes_ns = 0
-        self.captured: graphs.Mark | None = None
+        self.captured: Mark | None = None
         #: The number of the last record in the device's history.
         self.moment: int | None = None
 
