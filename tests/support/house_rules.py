@@ -107,7 +107,10 @@ TESTED_IN = {
         *("progress/line_text.py", "progress/recent_loss.py", "progress/recent_rates.py"),
     ),
     "progress/test_status_line.py": ("progress/display.py", "progress/lenient_file.py"),
-    "races/test_checker.py": ("races/entries.py", "races/history.py", "races/race.py"),
+    "races/test_checker.py": (
+        *("races/actors.py", "races/entries.py", "races/frames.py", "races/history.py"),
+        *("races/race.py", "races/storages.py"),
+    ),
     "races/test_cuda_programs.py": ("fake/cuda/fixes.py", "races/source.py"),
     "cli/test_races.py": ("races/pages.py", "records/races.py"),
     "cli/test_diagnose.py": ("records/diagnosis.py",),
@@ -264,6 +267,6 @@ LONG = {
     "fake/tape.py",
     *("fake/host_threads.py", "lifecycle/folder.py", "lifecycle/metrics.py"),
     *("machine/doctor.py", "machine/monitor.py", "main_program.py", "plan.py"),
-    *("races/checker.py", "races/operators.py", "races/race.py", "records/bench.py"),
+    *("races/checker.py", "races/operators.py", "records/bench.py"),
     *("schema.py", "translation/settings.py"),
 }

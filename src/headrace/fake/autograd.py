@@ -27,9 +27,10 @@ from torch.autograd import Variable
 from headrace.fake import graphs, patches
 from headrace.fake.patches import Replacement
 from headrace.fake.tape_entries import Mark
-from headrace.races.checker import Clock, join, storage_key
+from headrace.races.actors import Clock, join
+from headrace.races.frames import calling_site
 from headrace.races.operators import tensors
-from headrace.races.race import calling_site
+from headrace.races.storages import storage_key
 from headrace.source_lines import Site
 
 if TYPE_CHECKING:

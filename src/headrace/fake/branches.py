@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.races.checker import Checker, Clock, Storage, join
+from headrace.races.actors import Clock, join
+from headrace.races.checker import Checker
 from headrace.races.entries import Entries, Entry
 from headrace.races.race import Launch
+from headrace.races.storages import Storage
 
 if TYPE_CHECKING:
     from headrace.fake.streams import FakeStream

@@ -22,8 +22,8 @@ import torch.distributed
 from headrace.fake import autograd, data_parallel, patches
 from headrace.fake.collective_schema import ends, reads_and_writes, stream_name
 from headrace.fake.patches import Replacement
-from headrace.races.checker import storage_key
 from headrace.races.operators import Operation, tensors
+from headrace.races.storages import storage_key
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

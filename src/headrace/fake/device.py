@@ -49,19 +49,13 @@ from headrace.fake.graph_pools import GraphPool, GraphRandomState
 from headrace.fake.hosts import Hosts
 from headrace.fake.mode_call import ModeCall
 from headrace.fake.streams import FakeEvent, FakeStream
-from headrace.races.checker import Actor, Clock, StreamView, join
+from headrace.races.actors import Actor, Clock, StreamView, join
 from headrace.races.findings import Finding, find, race_report
+from headrace.races.frames import calling_site, calling_site_and_frames
 from headrace.races.history import History, Picture
 from headrace.races.operators import dispatches_itself, inner_tensors
 from headrace.races.pages import race_page
-from headrace.races.race import (
-    Access,
-    HiddenWait,
-    Launch,
-    Race,
-    calling_site,
-    calling_site_and_frames,
-)
+from headrace.races.race import Access, HiddenWait, Launch, Race
 from headrace.source_lines import Site, users_line
 
 _NS_PER_US = 1_000

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.device import host_copy, torch_draw
 from headrace.fake import autograd, collectives, patches
 from headrace.races import operators
-from headrace.races.checker import memory_key
 from headrace.races.indexing import touched_parts
 from headrace.races.layout import Layout
 from headrace.races.operators import HigherOrderOperation, Operation, tensors
+from headrace.races.storages import memory_key
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

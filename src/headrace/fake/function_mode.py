@@ -62,7 +62,7 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device, name = self._device, getattr(func, "__name__", "")
-        if name == "parse_to":
+        if name == "_parse_to":
             return func(*args, **kwargs)  # `Module.to` asks what its arguments mean
         if func is torch.unravel_index:  # it makes tensors on the device that it asks for
             with self:

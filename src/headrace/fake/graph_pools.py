@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.fake.raw_memory import bytes_of, references, unobserved
-from headrace.races.race import calling_site
+from headrace.races.frames import calling_site
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

@@ -21,7 +21,7 @@ from typing import Any
 from headrace.fake import patches
 from headrace.fake.hosts import HandOver
 from headrace.fake.patches import Replacement
-from headrace.races.checker import join
+from headrace.races.actors import join
 
 # Locks made by these packages hand nothing over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.device", "headrace.fake", "headrace.races", "logging", "torch")

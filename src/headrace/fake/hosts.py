@@ -10,7 +10,8 @@ import torch
 
 from headrace.device import Device, Ledger
 from headrace.fake import patches
-from headrace.races.checker import Checker, Clock, Host, StreamView, join
+from headrace.races.actors import Clock, Host, StreamView, join
+from headrace.races.checker import Checker
 
 untraced_rlock = _thread.RLock
 _serials = itertools.count()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.fake import autograd, patches
+from headrace.races.frames import calling_site
 from headrace.races.operators import tensors
-from headrace.races.race import calling_site
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

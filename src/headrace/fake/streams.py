@@ -8,8 +8,8 @@ from headrace.device import Event, Stream
 from headrace.fake import graphs
 from headrace.fake.tape import Tape
 from headrace.fake.tape_entries import Mark
-from headrace.races.checker import Clock, StreamView, join
-from headrace.races.race import calling_site
+from headrace.races.actors import Clock, StreamView, join
+from headrace.races.frames import calling_site
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

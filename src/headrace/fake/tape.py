@@ -15,9 +15,9 @@ from headrace.fake.branches import Branches
 from headrace.fake.graph_pools import GraphPool, fill_with_garbage
 from headrace.fake.raw_memory import bytes_of, references, unobserved
 from headrace.fake.tape_entries import Arithmetic, Mark
-from headrace.races.checker import storage_key
 from headrace.races.operators import Operation, tensors
 from headrace.races.race import Launch
+from headrace.races.storages import storage_key
 
 if TYPE_CHECKING:
     from headrace.fake.device import FakeDevice

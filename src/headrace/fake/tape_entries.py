@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.races.checker import Clock
+from headrace.races.actors import Clock
 from headrace.races.operators import tensors
 
 if TYPE_CHECKING:

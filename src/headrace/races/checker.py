@@ -11,204 +11,29 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.races.entries import Entries, Entry
+from headrace.races.actors import Actor, Clock, Host, StreamState, StreamView, join
+from headrace.races.entries import Entry
+from headrace.races.frames import Frames
 from headrace.races.layout import Layout
 from headrace.races.operators import memory_of
-from headrace.races.race import Access, Frames, Freed, Race, missing_call, race_key
+from headrace.races.race import Access, Freed, Race, missing_call, race_key
 from headrace.races.source import accepted_because
-from headrace.source_lines import Site, short_path
+from headrace.races.storages import Storage
+from headrace.source_lines import Site
 
 if TYPE_CHECKING:
     from headrace.fake.graph_pools import GraphPool
 
-Clock = dict[int, int]
 
-# PyTorch's allocator serves requests up to 1 MiB and larger ones from separate pools: memory freed
-# in one pool is never handed out in the other. Within a pool it splits free blocks and merges
-# neighbors, so a freed block can become part of a request of any size.
-_SMALL_POOL_BYTES = 1 << 20
-# How far one host thread may be behind another on the same stream and still know its clock.
-_HISTORY = 4096
 # Without it, a wait of one stream for another may come before the work that it should wait for.
 _THREADS_FIRST = "a lock, queue or join between the threads that launch the two, and then "
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the memory of a tensor."""
-    with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else id(tensor)
-
-
-def memory_key(tensor: torch.Tensor) -> int:
-    """`storage_key` where PyTorch's function modes are off and the tensor has a storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def join(into: Clock, other: Clock) -> None:
-    """Order `into` after everything that `other` is ordered after."""
-    for actor, tick in other.items():
-        if into.get(actor, 0) < tick:
-            into[actor] = tick
-
-
-class StreamState:
-    """What all host threads share of a stream."""
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        #: Virtual time at which the stream will have done all its work.
-        self.time_ns = 0
-        self.views: list[StreamView] = []
-
-
-class Actor:
-    """A host thread, or a stream as one host thread uses it, with its vector clock."""
-
-    is_host = False
-    #: For a stream: its `StreamState.number`.
-    stream_number = -1
-    #: The host thread, or the one that uses the stream.
-    host: Host
-    time_ns: int
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number = number
-        self.name = name
-        self.clock: Clock = {number: 0}
-
-    def advance(self) -> None:
-        """Count one more operation of this actor."""
-        self.clock[self.number] += 1
-
-    def knows(self, actor: int, tick: int) -> bool:
-        return self.clock.get(actor, 0) >= tick
-
-
-class StreamView(Actor):
-    """A stream as one host thread uses it. Its clock is what the thread's next operation on the
-    stream will be ordered after.
-
-    The thread's own clock counts what it puts on the stream, under `queue_number`. A thread that is
-    ordered after the n-th of these puts its work behind it: its view joins the clock that this one
-    had then. With one host thread there is nobody to tell, and nothing is counted.
-    """
-
-    def __init__(self, number: int, queue_number: int, stream: StreamState, host: Host) -> None:
-        super().__init__(number, stream.name)
-        self._stream = stream
-        self.stream_number = stream.number
-        self.queue_number = queue_number
-        self.host = host
-        self._history: deque[tuple[int, Clock]] = deque(maxlen=_HISTORY)
-        self._seen: Clock = {}
-
-    @property
-    def time_ns(self) -> int:
-        return self._stream.time_ns
-
-    @time_ns.setter
-    def time_ns(self, value: int) -> None:
-        self._stream.time_ns = value
-
-    def refresh(self) -> None:
-        """Learn what other threads have put on the stream, as far as this thread knows of it."""
-        for other in self._stream.views if len(self._stream.views) > 1 else ():
-            known = self.host.clock.get(other.queue_number, 0)
-            if other is not self and known > self._seen.get(other.queue_number, 0):
-                self._seen[other.queue_number] = known
-                join(self.clock, other.clock_at(known))
-
-    def clock_at(self, count: int) -> Clock:
-        """The clock that this view had when `count` things were on the stream."""
-        for number, clock in reversed(self._history):
-            if number <= count:
-                return clock
-        return {}
-
-    def queued(self) -> None:
-        """Count that this thread has put something on the stream."""
-        clock = self.host.clock
-        count = clock[self.queue_number] = clock.get(self.queue_number, 0) + 1
-        self._history.append((count, dict(self.clock)))
-
-
-class Host(Actor):
-    """A host thread. Its clock is what the thread has waited for."""
-
-    is_host = True
-
-    def __init__(self, number: int, name: str, checker: Checker) -> None:
-        super().__init__(number, name)
-        self.host = self
-        self.time_ns = 0
-        self.views: dict[int, StreamView] = {}
-        self._checker = checker
-
-    def view(self, stream: StreamState) -> StreamView:
-        """The stream as this thread uses it."""
-        view = self.views.get(stream.number)
-        if view is None:
-            view = self.views[stream.number] = self._checker.new_view(stream, self)
-        return view
-
-
-@dataclass(slots=True)
-class Storage:
-    """A tracked tensor storage. `home` is "device", "pinned", "pool" for the tensor that represents
-    a graph pool's memory, or "random state" for that of all graphs. `recorded_streams` are those of
-    `record_stream`, by number."""
-
-    home: str
-    owner: Actor
-    allocated_at: Site
-    #: The user's calls that allocated it, the innermost first.
-    allocated_by: Frames
-    shape: torch.Size
-    dtype: torch.dtype
-    nbytes: int
-    address: int
-    entries: Entries = field(default_factory=Entries)
-    recorded_streams: set[int] = field(default_factory=set)
-    #: The graphs' pool that it was allocated in, by a capture: any stream may use it first, and it
-    #: is never handed out again.
-    pool: GraphPool | None = None
-    #: What the thread that made it knew then. None until there are two host threads.
-    made_after: Clock | None = None
-    made_by: Host | None = None
-
-    @property
-    def size_class(self) -> str:
-        """Which of the allocator's two pools it comes from."""
-        return "small" if self.nbytes <= _SMALL_POOL_BYTES else "large"
-
-    def allocation(self) -> Access:
-        """The allocation, as an access."""
-        return Access(
-            self.allocated_at,
-            self.owner.name,
-            "allocation",
-            writes=True,
-            frames=self.allocated_by,
-        )
-
-    def __str__(self) -> str:
-        line = f"{short_path(self.allocated_at.file)}:{self.allocated_at.line}"
-        if self.home == "random state":
-            return "the random state that captured graphs read"
-        if self.home == "pool":
-            return f"a graph pool in device memory, allocated at {line}"
-        place = "pinned host memory" if self.home == "pinned" else "device memory"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {line}"
 
 
 class Checker:
@@ -331,16 +156,15 @@ class Checker:
         if len(self.hosts) > 1:
             tracked = self.storage_of(tensor)
             if tracked is not None:
-                tracked.made_after = dict(host.clock)
-                tracked.made_by = host
+                tracked.was_made(host)
 
     def learn_of_making(self, tensors: Sequence[torch.Tensor], host: Host) -> None:
         """Order a host thread after the making of tensors that it uses."""
         for tensor in tensors:
             tracked = self.storage_of(tensor)
-            if tracked is None or tracked.made_after is None or tracked.made_by is host:
+            if tracked is None or tracked.made is None or tracked.made[0] is host:
                 continue
-            join(host.clock, tracked.made_after)
+            join(host.clock, tracked.made[1])
 
     def alias(self, tensor: torch.Tensor) -> None:
         """Follow a tensor that PyTorch made of memory it was handed, as `from_dlpack` and
@@ -387,7 +211,7 @@ class Checker:
         """Give a storage memory, in the worst way that the real allocator could: memory that was
         freed on this stream while other streams may still use it."""
         owner, whole = tracked.owner, Layout.whole(tracked.nbytes)
-        tracked.entries = Entries()
+        tracked.forget_entries()
         uses = self._freed.get((owner.stream_number, tracked.size_class))
         for key, use in list(uses.items()) if uses and tracked.nbytes else ():
             known = owner.knows(use.actor, use.tick)
@@ -454,7 +278,7 @@ class Checker:
         if tracked.home != "device" or tracked.pool is not None:
             if tracked.home == "device":
                 self._count(after - before)
-            tracked.nbytes, tracked.address = after, storage.data_ptr()
+            tracked.moves(after, storage.data_ptr())
             return
         copied = min(before, after)
         if copied:
@@ -463,9 +287,8 @@ class Checker:
             self._check(tracked, Layout.whole(copied), actor, read)
         self._count(after - before)
         old = replace(tracked)
-        tracked.nbytes, tracked.address = after, storage.data_ptr()
-        tracked.owner, tracked.allocated_at, tracked.allocated_by = actor, site, frames
-        tracked.recorded_streams = set()
+        tracked.moves(after, storage.data_ptr())
+        tracked.is_allocated(actor, site, frames)
         self._allocate(tracked)
         self._free(old)  # after the allocation, which cannot get this memory
         if copied:

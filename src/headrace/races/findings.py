@@ -10,8 +10,9 @@ from pathlib import Path
 from types import CodeType
 
 from headrace.races.checker import Checker
+from headrace.races.frames import without_generated
 from headrace.races.history import Picture
-from headrace.races.race import Access, Race, without_generated
+from headrace.races.race import Access, Race
 from headrace.races.source import source_line
 from headrace.source_lines import Site, is_user_code, short_path
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from headrace.races.race import Access, Frames
+from headrace.races.frames import Frames
+from headrace.races.race import Access
 from headrace.source_lines import Site
 
 # A piece of source: line, last line, column, last column.

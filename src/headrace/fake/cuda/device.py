@@ -17,7 +17,7 @@ from headrace.fake.cuda.random import CudaGenerator, drawing_from
 from headrace.fake.cuda.tensors import CudaFunctionMode
 from headrace.fake.device import FakeDevice
 from headrace.fake.streams import FakeStream
-from headrace.races.race import calling_site
+from headrace.races.frames import calling_site
 from headrace.source_lines import Site
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"

@@ -11,8 +11,9 @@ from headrace.device import Device
 from headrace.fake import autograd
 from headrace.fake.cuda.streams import Stream
 from headrace.races import race as races
+from headrace.races.frames import is_users_frame
 from headrace.races.operators import is_collective
-from headrace.races.race import Access, Freed, is_users_frame
+from headrace.races.race import Access, Freed
 from headrace.races.source import assigned_name
 from headrace.source_lines import short_path, variables_of
 

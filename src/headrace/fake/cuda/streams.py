@@ -9,7 +9,7 @@ import torch
 
 from headrace.fake.cuda import state
 from headrace.fake.streams import FakeEvent, FakeStream
-from headrace.races.race import calling_frames
+from headrace.races.frames import calling_frames
 from headrace.races.source import assigned_name, name_of_new_object
 
 if TYPE_CHECKING:
