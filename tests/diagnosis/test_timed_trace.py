@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.device import HostOperator
-from headrace.diagnosis.breakdown import CAUSES, breakdown
+from headrace.diagnosis.breakdown import CAUSES, Cause, breakdown
 from headrace.diagnosis.explanation import groups_by_step
 from headrace.diagnosis.host_steps import HostSteps
 from headrace.diagnosis.segments import (
@@ -160,6 +160,17 @@ def test_operators_that_the_device_does_nothing_for_are_the_hosts() -> None:
     trace = trace_of(host_steps(edges, operators), {("input", 0): 800.0, ("batch", 0): MS})
     assert trace is not None
     assert trace.launches_per_step() == 1
+
+
+@pytest.mark.parametrize(("part", "cause"), [("forward", "launch"), ("after forward", "host")])
+def test_a_long_operator_of_a_model_launches(part: str, cause: Cause) -> None:
+    """As recurrent layers do: hundreds of kernels. Elsewhere it is the host's own work."""
+    edges = [Edge(0, (part, 0)), Edge(4 * MS, ("step", 0))]
+    operators = [operator(0, 10 * US, "aten::mm"), operator(20 * US, 3 * MS, "aten::_cudnn_rnn")]
+    operators.append(operator(3_100 * US, 3_110 * US, "aten::mm"))
+    trace = trace_of(host_steps(edges, operators), {(part, 0): 60.0 * US})
+    assert trace is not None
+    assert breakdown(trace).ns[cause] > 2 * MS
 
 
 def test_kernels_that_are_launched_late_are_shorter_than_from_one_to_the_next() -> None:

@@ -58,4 +58,4 @@ def test_a_loop_on_the_cpu_is_cut_into_the_same_segments(
     assert {one.name for one in host.operators} >= {"aten::add_", "aten::fill_"}
     assert timed.trace(host) is not None
     # Here nothing keeps the device busy, so all segments are late.
-    assert "100% of the parts were launched too late" in timed.notes[1]
+    assert "100% of the GPU's time was launched too late" in timed.notes[1]

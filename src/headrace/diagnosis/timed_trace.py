@@ -23,8 +23,10 @@ from headrace.diagnosis.segments import (
 )
 from headrace.diagnosis.trace import Call, CallKind, StepTrace, Work, WorkKind
 
-#: An operator that takes longer runs on the host, or waits.
+#: An operator that takes longer runs on the host, or waits; unless it is one of the model's, which
+#: may launch hundreds of kernels, as recurrent layers do.
 _LONG_OPERATOR_NS = 150_000
+_MODELS_PARTS = ("forward", "backward", "optimizer")
 #: So little work in a segment is none: its operators run on the host.
 _NO_WORK_NS = 5_000
 #: A copy from pageable memory that takes the host longer has blocked it.
@@ -88,8 +90,12 @@ def _operators(host: HostSteps, work_ns: Mapping[Key, float]) -> Iterator[_Calle
             if kind == "copy":
                 yield _Called(_call(one.start_ns, one.start_ns, "launch", one.name), edge, kind)
             yield _Called(_call(one.start_ns, one.end_ns, "wait"), edge, None)
-        elif kind == "copy" or (ns <= _LONG_OPERATOR_NS and work_ns.get(key, 0.0) > _NO_WORK_NS):
+        elif kind == "copy" or (_may_launch(key, ns) and work_ns.get(key, 0.0) > _NO_WORK_NS):
             yield _Called(_call(one.start_ns, one.end_ns, "launch", one.name), edge, kind)
+
+
+def _may_launch(key: Key, ns: int) -> bool:
+    return key[0] in _MODELS_PARTS or ns <= _LONG_OPERATOR_NS
 
 
 def _segments_without_operators(

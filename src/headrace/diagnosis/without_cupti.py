@@ -20,7 +20,7 @@ from headrace.diagnosis.timed_trace import trace_of
 from headrace.diagnosis.torch_calls import TorchCall, TorchCalls
 from headrace.diagnosis.trace import StepTrace
 
-#: From this share of segments on that were launched late, the user is told.
+#: From this share of time on that was launched late, the user is told.
 _MANY_LATE = 0.2
 _LABEL = (
     "measured without CUPTI: the times of the GPU's work are from CUDA events around parts of a "
@@ -49,8 +49,8 @@ class TimedSteps:
         """What the user must know of these figures."""
         if self._late_share <= _MANY_LATE:
             return (_LABEL,)
-        late = f"{self._late_share:.0%} of the parts were launched too late to be timed exactly"
-        return _LABEL, f"{late}: the GPU may compute for less than is said"
+        late = f"{self._late_share:.0%} of the GPU's time was launched too late to be timed exactly"
+        return _LABEL, f"{late}: it may compute for less than is said, and wait longer for launches"
 
     def note_host(self, count: int, keep: Callable[[HostSteps], object]) -> Iterator[None]:
         """Note what the host does in some steps, and call `keep` with it, also if the script
