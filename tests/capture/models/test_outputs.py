@@ -126,3 +126,33 @@ def test_a_distribution_is_what_a_replay_returns(capturing: Device) -> None:
             (policy.log_prob(action).mean() + policy.entropy().mean()).backward()
             assert policy.probs.shape == (6, 3)
         assert handle.report().parts[0].replays == 3
+
+
+class Classifier(nn.Linear):
+    """Returns its loss and what that was computed from."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("logits_too", [False, True])
+def test_an_output_that_another_is_computed_from(capturing: Device, logits_too: bool) -> None:
+    """In the eager calls its gradient is that from outside: the first backward has a graph."""
+
+    def build(device: Device) -> Made:
+        model = Classifier(4, 2).to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            made = model(batch(device, at))
+            loss = made["loss"]
+            (loss + made["logits"].sin().mean() if logits_too else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return (model, optimizer), step
+
+    model = compare(capturing, build).parts[0]
+    assert (model.captures, sum(model.eager.values())) == (1, 2)  # two first calls

@@ -15,7 +15,7 @@ from headrace.capture.models.captured_model import CallKey, CallKind
 from headrace.capture.models.eager import DOUBLE_BACKWARD
 from headrace.capture.models.eager_waits import EagerWaits
 from headrace.capture.models.model_state import ModelState
-from headrace.capture.models.outputs import own_tensors
+from headrace.capture.models.outputs import apart, own_tensors
 from headrace.capture.reports.reasons import BESIDE_CHECK, BESIDE_EAGER, CHECKED, FIRST_CALLS
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.host_constants import HostConstants
@@ -120,6 +120,7 @@ class ModelTrials:
         if why is None:
             why = self.agreement.learn(kind, trial, first=is_first)
         given = [*flatten_batch(call), *guards.tensors]
+        result = apart(result, own_tensors(result, given))
         for number, tensor in enumerate(own_tensors(result, given)):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 see = functools.partial(self._see_gradient, kind, kind.uses, number)

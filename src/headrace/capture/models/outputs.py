@@ -137,6 +137,36 @@ def require_plain(result: Any) -> None:
         )
 
 
+def apart(result: Any, outputs: Sequence[torch.Tensor]) -> Any:
+    """The result of an eager call, with an alias for each output that another output is computed
+    from, as a loss from logits: the gradient of the alias is that from outside of the model."""
+    behind = _edges_behind(outputs)
+    inner = {id(one) for one in outputs if (one.grad_fn, one.output_nr) in behind}
+    if not inner:
+        return result
+    try:
+        require_plain(result)
+    except CaptureError:
+        return result  # it will not be captured either
+    leaves = flatten_batch(result, objects=True)
+    aliases = {id(one): one.view_as(one) for one in leaves if id(one) in inner}
+    return rebuild_batch(result, [aliases.get(id(one), one) for one in leaves], objects=True)
+
+
+def _edges_behind(outputs: Sequence[torch.Tensor]) -> set[tuple[Any, int]]:
+    """The results of autograd's nodes that the outputs are computed from."""
+    todo: list[Any] = [one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    found: set[tuple[Any, int]] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.update(node.next_functions)
+            todo += (one for one, _ in node.next_functions)
+    return found
+
+
 def _held_elsewhere(result: Any, objects: dict[int, Any]) -> Any:
     """One of a result's objects that something outside of the result refers to; None if none."""
     holders = {id(objects)}
