@@ -134,7 +134,7 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
 def _python_line(one: PythonLine) -> dict[str, object]:
     return {
         **_place_and_code(one),
-        "ms": ms(one.ms),
+        "per_step": ms(one.ms),
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
 
