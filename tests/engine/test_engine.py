@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine import Engine, Progress
-from headrace.engine import engine as engine_module
+from headrace.engine import Engine, Progress, device_choice
 from headrace.errors import PlanError, StepError
 from headrace.fake import Costs, FakeDevice
 from headrace.plan import PRESETS, Plan
@@ -41,10 +40,10 @@ class TestDevice:
             model = torch.nn.Linear(2, 1)
             Engine(model, torch.optim.SGD(model.parameters()), loss, **options)
 
-        engine_module._warn_of_cpu.cache_clear()
-        monkeypatch.setattr(engine_module, "available_devices", lambda: ["cpu"])
+        device_choice._warn_of_cpu.cache_clear()
+        monkeypatch.setattr(device_choice, "available_devices", lambda: ["cpu"])
         make()
-        monkeypatch.setattr(engine_module, "available_devices", lambda: ["cuda:0", "cpu"])
+        monkeypatch.setattr(device_choice, "available_devices", lambda: ["cuda:0", "cpu"])
         make(device="cpu")
         assert not caplog.records
         make()
@@ -55,7 +54,7 @@ class TestDevice:
             "call model.to('cuda') before you create the optimizer, or pass device='cpu' to the "
             "engine if you want the CPU"
         )
-        engine_module._warn_of_cpu.cache_clear()
+        device_choice._warn_of_cpu.cache_clear()
 
 
 class TestSameLosses:

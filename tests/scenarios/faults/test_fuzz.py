@@ -27,13 +27,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint import (
-    folders,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
     weights_from_file,
     weights_to_file,
 )
+from headrace.checkpoint.content import checksum
 from headrace.device import open_device
 from headrace.errors import HeadraceError
 from headrace.lifecycle import MetricsLog, RunFolder, read_metrics
@@ -320,7 +320,7 @@ def test_states_whose_checksum_is_right(stored: Path, how: list[Any]) -> None:
                 parent = parent[key]
             parent[last] = copy.deepcopy(value)
         with contextlib.suppress(ValueError):
-            document["sha256"] = folders._checksum(content)
+            document["sha256"] = checksum(content)
         (newest / "state.json").write_text(json.dumps(document))
         found = read_or_refused(lambda: load_checkpoint(newest))
         if isinstance(found, dict):

@@ -338,12 +338,12 @@ class TestCheckpoints:
         assert latest_checkpoint(two["full"]) == path
 
     def test_a_file_name_that_climbs_out_is_refused(self, two: dict[Any, Any]) -> None:
-        from headrace.checkpoint import folders
+        from headrace.checkpoint.content import checksum
 
         path = two["full"] / "step-00000001"
         content = json.loads((path / "state.json").read_text())
         content["content"]["files"][0]["name"] = "../../x.safetensors"
-        content["sha256"] = folders._checksum(content["content"])
+        content["sha256"] = checksum(content["content"])
         good = (path / "state.json").read_bytes()
         (path / "state.json").write_text(json.dumps(content))
         try:
