@@ -123,6 +123,25 @@ class Choosing(nn.Module):
         return out * 2 if torch.cuda.is_current_stream_capturing() else out
 
 
+class Waiting(Choosing):
+    """Waits for the device whatever it is told."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, mask) * float(mask.sum() > 0)
+
+
+def test_a_model_that_was_told_in_vain_says_so(capturing: Device) -> None:
+    """Its trials may have drawn other numbers than the plain loop."""
+    model = Waiting().to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing) as handle:
+        for batch in batches(capturing):
+            square(model, batch).backward()
+        report = handle.report().parts[0]
+    assert report.captures == 0
+    assert "the host waits" in str(report.why)
+    assert "may differ from the plain loop's" in str(report.rounding)
+
+
 @pytest.mark.parametrize("kind", [Choosing, Masked])
 def test_a_model_is_told_that_it_is_captured_only_if_it_waits_else(
     capturing: Device, kind: type[nn.Module]

@@ -167,9 +167,8 @@ class GraphedModel:
 
     def report(self) -> PartReport:
         """What became of the model."""
-        if self.part.captures:
-            trials, lanes = self.trials.agreement.rounding, self._lanes.rounding
-            self.part.note_rounding(join_reasons(trials, lanes))
+        trials, lanes = self.trials.agreement.rounding, self._lanes.rounding
+        self.part.note_rounding(join_reasons(trials, lanes))
         return self.part.report()
 
     def is_pending(self) -> bool:

@@ -74,8 +74,8 @@ class StepWatch:
             return None
         return (
             "code in the step asks whether it is being captured and may run other kernels then, as "
-            "attention masks of transformers do, so the last digits may differ from the plain "
-            "loop's"
+            "attention masks of transformers do, so the last digits, and what an attention's "
+            "dropout draws, may differ from the plain loop's"
         )
 
     def read_by(self, key: Hashable) -> list[torch.Tensor]:
