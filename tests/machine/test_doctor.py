@@ -11,7 +11,7 @@ from headrace.device import open_device
 from headrace.fake import Costs, FakeDevice
 from headrace.machine import diagnose, doctor
 from headrace.machine.device_speed import DeviceSpeed, measure_speed
-from headrace.machine.doctor import DeviceFacts, MachineFinding
+from headrace.machine.machine_report import DeviceFacts, MachineFinding
 
 CPU = DeviceFacts("cpu", "CPU", 1 << 34, 1 << 33, None)
 GOOD = DeviceSpeed(50.0, 50.0, 8.0, 0.97, 6.0)

@@ -100,8 +100,9 @@ TESTED_IN = {
     ),
     "integrations/test_lightning.py": ("integrations/lightning_values.py",),
     "integrations/test_transformers.py": ("integrations/transformers_values.py",),
-    "lifecycle/test_metrics.py": ("lifecycle/usage_log.py",),
-    "machine/test_monitor.py": ("device/sensors.py",),
+    "lifecycle/test_metrics.py": ("lifecycle/tensorboard.py", "lifecycle/usage_log.py"),
+    "lifecycle/test_folder.py": ("lifecycle/run_names.py",),
+    "machine/test_monitor.py": ("device/sensors.py", "machine/samples.py"),
     "progress/test_progress_line.py": (
         *("progress/line_text.py", "progress/recent_loss.py", "progress/recent_rates.py"),
     ),
@@ -257,7 +258,6 @@ LONG = {
     *("diagnosis/steps.py", "diagnosis/trace.py", "diagnosis/trace_file.py"),
     *("diagnosis/waits.py", "diagnosis/what_if.py", "fake/autograd.py", "fake/cuda/streams.py"),
     *("fake/device.py", "fake/dispatch_mode.py", "fake/host_threads.py", "fake/tape.py"),
-    *("lifecycle/folder.py", "lifecycle/metrics.py", "machine/doctor.py", "machine/monitor.py"),
     *("main_program.py", "plan.py", "races/checker.py", "races/operators.py"),
     *("records/bench.py", "schema.py", "translation/settings.py"),
 }

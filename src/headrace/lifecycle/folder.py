@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import platform
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,12 +18,9 @@ import yaml
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
 from headrace.file_lock import FileLock
+from headrace.lifecycle.run_names import first_free, require_name
 
 log = logging.getLogger("headrace")
-
-_MAX_NAME_BYTES = 200  # file systems allow 255
-# Separators, the colon of Windows drives, and invisible characters (line ends, surrogates, NUL).
-_NOT_IN_NAMES = re.compile(r"[/\\:\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +50,12 @@ class RunFolder:
         start at the same time get different folders.
         """
         if name is not None:
-            _require_name(name)
+            require_name(name)
         if Path(project).is_file():
             raise RunError(f"{project}: is a file; expected a folder for new runs")
         try:
             Path(project).mkdir(parents=True, exist_ok=True)
-            path = _first_free(Path(project)) if name is None else _new(Path(project), name)
+            path = first_free(Path(project)) if name is None else _new(Path(project), name)
             folder = cls(path)
             for part in parts:
                 (path / part).mkdir()
@@ -177,36 +173,6 @@ _PlainDumper.add_representer(str, _text)
 
 
 # --- names ---------------------------------------------------------------------------------------
-
-
-def _require_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        wrong = "it is empty" if name == "" else "it is not text"
-    elif _NOT_IN_NAMES.search(name):
-        wrong = "it contains a separator, a colon or an invisible character"
-    elif name.startswith("."):
-        wrong = "it starts with a dot"
-    elif name != name.strip():
-        wrong = "it starts or ends with a space"
-    elif len(name.encode()) > _MAX_NAME_BYTES:
-        wrong = f"it is longer than {_MAX_NAME_BYTES} bytes"
-    else:
-        return
-    shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:80]}…"
-    raise RunError(
-        f"{shown} is not a valid run name: {wrong}; expected a plain folder name, such as "
-        "'small' or 'lr=3e-4' (--project sets the folder that it is created in)"
-    )
-
-
-def _first_free(project: Path) -> Path:
-    for name in itertools.chain(["exp"], (f"exp{number}" for number in itertools.count(2))):
-        try:
-            (project / name).mkdir()  # succeeds in one process only
-        except FileExistsError:
-            continue
-        return project / name
-    raise AssertionError("unreachable")
 
 
 def _new(project: Path, name: str) -> Path:

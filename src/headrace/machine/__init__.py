@@ -18,6 +18,6 @@ if TYPE_CHECKING:
     from headrace.machine.doctor import driver_version as driver_version
     from headrace.machine.doctor import usable_cores as usable_cores
     from headrace.machine.monitor import Monitor as Monitor
-    from headrace.machine.monitor import UseSample as UseSample
+    from headrace.machine.samples import UseSample as UseSample
 
 __all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -8,9 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import psutil
 import torch
@@ -19,80 +17,11 @@ import headrace
 from headrace.child_processes import child_environment
 from headrace.device import Device, available_devices, open_device
 from headrace.extras import install_command
-from headrace.machine.device_speed import DeviceSpeed, measure_speed
-from headrace.text_table import text_table
+from headrace.machine.device_speed import measure_speed
+from headrace.machine.machine_report import DeviceFacts, MachineFinding, MachineReport, gib
 
 _SHM = Path("/dev/shm")  # noqa: S108 (only its size is read)
 _ENOUGH_SHM_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFinding:
-    """A problem or a limit of this machine, and what to do about it.
-
-    A "problem" keeps Headrace from working properly; a "note" is a limit. `remedy` is a command
-    or an action.
-    """
-
-    level: Literal["problem", "note"]
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """One device. `measured` is None on the CPU, and if nothing was to be measured."""
-
-    name: str
-    description: str
-    total_bytes: int
-    free_bytes: int
-    measured: DeviceSpeed | None
-
-
-@dataclass(frozen=True, slots=True)
-class MachineReport:
-    """Everything that `doctor` found."""
-
-    headrace: str
-    python: str
-    platform: str
-    torch: str
-    torch_built_for: str
-    driver: str | None
-    cpu_cores: int
-    usable_cores: int
-    memory_bytes: int
-    devices: tuple[DeviceFacts, ...]
-    findings: tuple[MachineFinding, ...]
-
-    @property
-    def healthy(self) -> bool:
-        return not any(finding.level == "problem" for finding in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "healthy": self.healthy}
-
-    def text(self) -> str:
-        """The diagnosis as a table and sentences."""
-        rows: list[tuple[str, str]] = [
-            ("headrace", self.headrace),
-            ("python", f"{self.python} on {self.platform}"),
-            ("torch", f"{self.torch}, built for {self.torch_built_for}"),
-            ("GPU driver", self.driver or "none"),
-            ("CPU", f"{self.usable_cores} of {self.cpu_cores} cores usable"),
-            ("memory", _gib(self.memory_bytes)),
-        ]
-        for device in self.devices:
-            rows.append(("device", f"{device.name}: {device.description}"))
-            rows.append(("", f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"))
-            if device.measured is not None:
-                rows += [("", line) for line in _measured_lines(device.measured)]
-        lines = [text_table(("", "found"), rows), ""]
-        for finding in self.findings:
-            lines += [f"{finding.level}: {finding.what}", f"  fix: {finding.remedy}"]
-        lines.append("No problems found." if not self.findings else "")
-        return "\n".join(lines).rstrip()
 
 
 def diagnose(*, measure: bool = True) -> MachineReport:
@@ -187,7 +116,7 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[MachineFinding]:
         found.append(
             MachineFinding(
                 "note",
-                f"shared memory is small ({_gib(shutil.disk_usage(_SHM).total)}): loader workers "
+                f"shared memory is small ({gib(shutil.disk_usage(_SHM).total)}): loader workers "
                 "may crash with a bus error",
                 "docker run --shm-size=8g …   # or train with --workers 0",
             )
@@ -250,17 +179,3 @@ def _built_for() -> str:
 def usable_cores() -> int:
     """Cores that this process may run on. In a container these are often fewer than all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _measured_lines(measured: DeviceSpeed) -> list[str]:
-    return [
-        f"host to device {measured.pinned_to_device_gb_per_s:.1f} GB/s pinned, "
-        f"{measured.pageable_to_device_gb_per_s:.1f} pageable",
-        f"device to host {measured.device_to_pinned_gb_per_s:.1f} GB/s pinned",
-        f"copies overlap compute: {measured.overlap_share:.0%}",
-        f"kernel launch {measured.launch_us:.1f} µs of host time",
-    ]
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"
