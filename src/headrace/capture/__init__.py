@@ -27,7 +27,6 @@ from headrace.capture.reading.comparison import same_entries
 from headrace.capture.reading.known import Known
 from headrace.capture.reading.reading import Reader
 from headrace.capture.reading.user_compiled import describe_own_graphs, recurrent_obstacle
-from headrace.capture.reports.differences import CheckReport
 from headrace.capture.reports.part import Counts, PartReport, PartTally
 from headrace.capture.reports.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.reports.speed_up_report import SpeedUpReport
@@ -53,7 +52,6 @@ __all__ = [
     "CaptureSettings",
     "CapturedFunction",
     "CapturedWork",
-    "CheckReport",
     "Counts",
     "Gain",
     "GraphCache",

@@ -22,14 +22,17 @@ from headrace.errors import CaptureError
 class StateMemory:
     """Where the tensors of a step were when this was made, and who held them. If one has moved,
     graphs that were captured then belong to an earlier model or optimizer. `others` are tensors
-    besides those of the state."""
+    besides those of the state. Without `shapes`, a parameter may get another shape where it is."""
 
-    def __init__(self, state: StepState, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, state: StepState, others: Iterable[torch.Tensor] = (), *, shapes: bool = True
+    ) -> None:
         self._state, self._modules = state, state.all_modules()
         self._tensors = _with_addresses((*state.tensors(), *others))
         # Nothing gives an optimizer's state another shape at the same address.
         buffers = (buffer for module in state.modules for buffer in module.buffers())
-        self._shaped = _with_addresses((*state.parameters(), *buffers, *others))
+        shaped = (*state.parameters(), *buffers, *others) if shapes else ()
+        self._shaped = _with_addresses(shaped)
         self._held = self._holders()
         self._figures = self._look()
         dicts: list[dict[Any, Any]] = [*dicts_of_modules(self._modules)]

@@ -32,11 +32,11 @@ class UpdateBasis:
         self.capturable = CapturableOptimizer(state.device, *state.optimizers)
         self.pool = state.device.graph_pool()
         self.copies = GradientCopies(state.updated())
-        self._memory = StateMemory(self._state)
+        self._memory = StateMemory(self._state, shapes=False)
 
     def note_capture(self) -> None:
         """Graphs now use the present memory."""
-        self._memory = StateMemory(self._state)
+        self._memory = StateMemory(self._state, shapes=False)
 
     def difference(self) -> str | None:
         """What is not as it was when graphs were captured."""
