@@ -44,7 +44,7 @@ def help_page() -> str:
 
 def inside(link: re.Match[str], folder: str) -> str:
     """The link, as a page in docs/`folder` must write it. Files that the site does not have are
-    named, not linked."""
+    named, not linked: their path is shown when one points at the text."""
     picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
     path = Path(os.path.normpath(ROOT / folder / target))
     docs = ROOT / "docs"
@@ -58,8 +58,9 @@ def inside(link: re.Match[str], folder: str) -> str:
         return f"{picture}[{text}]({page}{anchor})"
     if path.is_relative_to(docs):
         return f"{picture}[{text}]({path.relative_to(docs).as_posix()}{anchor})"
-    named = text.strip("`")
-    return f"`{place}`" if named in place else f"{text} (`{place}`)"
+    if text.strip("`") in (place, path.name, path.stem):
+        return f"`{place}`"
+    return f'<abbr title="{place}">{text}</abbr>'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
