@@ -198,6 +198,24 @@ OPTIMIZERS: list[tuple[MakeOptimizer, str | None]] = [
 ]
 
 
+def test_a_kept_loss_is_named(capturing: Device) -> None:
+    """Its history belongs to another stream, which the capture cannot wait for."""
+    model = torch.nn.Linear(4, 4).to(capturing.torch_device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed, kept = hr.graphed(step, device=capturing), []
+    for _ in range(4):
+        kept.append(graphed(torch.ones(3, 4).to(capturing.torch_device)))
+    assert "let the step return loss.detach()" in str(graphed.report())
+
+
 @pytest.mark.parametrize(("optimizer", "rounding"), OPTIMIZERS)
 def test_which_optimizers_give_the_same_bits(
     capturing: Device,

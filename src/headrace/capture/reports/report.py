@@ -82,6 +82,19 @@ def log_rounding(plan_name: str, rounding: str | None) -> None:
         log.info("plan %s: %s", plan_name, rounding)
 
 
+# A backward that finds the nodes of an earlier step makes their stream wait for the capture. What
+# CUDA says of it, and the fake device.
+_FROM_KEPT_HISTORY = (
+    "previous error during capture",
+    "dependency created on uncaptured work",
+    "would depend on a capturing stream",
+)
+_KEPT_HISTORY = (
+    "; if something still holds the loss of an earlier step with its history, let the step return "
+    "loss.detach()"
+)
+
+
 def describe_failure(problem: CaptureError) -> str:
     """A failed capture in words: what was raised, and on which line of the user's code."""
     cause = problem.__cause__
@@ -90,4 +103,5 @@ def describe_failure(problem: CaptureError) -> str:
     text = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
     site = line_of_error(cause.__traceback__)
     where = "" if site is None else f", at {site}"
-    return f"the capture failed with {type(cause).__name__}: {text}{where}"
+    advice = _KEPT_HISTORY if any(one in text for one in _FROM_KEPT_HISTORY) else ""
+    return f"the capture failed with {type(cause).__name__}: {text}{where}{advice}"
