@@ -769,6 +769,20 @@ def test_a_loss_of_some_outputs(capturing: Device, loss_of: str) -> None:
     assert missed(report) == {"later": 1, "later, in sums": 3}.get(loss_of, 0)
 
 
+def test_a_number_that_is_another_each_time(capturing: Device) -> None:
+    """A factor that grows with the progress of the training, as domain adaptation has it."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return super().forward(x) * factor
+
+    model = Scaled(4, 4).to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing) as handle:
+        for at in range(32):
+            model(batch(capturing, 0), factor=at / 32).sum().backward()
+        assert "argument 'factor' is another each time (0.875, then 0.90625" in why(handle.report())
+
+
 def test_a_sparse_argument(capturing: Device) -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:

@@ -20,12 +20,12 @@ from headrace.capture.graphs.cache import GraphCache
 from headrace.capture.graphs.capture_settings import CaptureSettings
 from headrace.capture.graphs.captured_work import CapturedWork
 from headrace.capture.graphs.function_capture import FunctionCapture
-from headrace.capture.graphs.key_changes import KeyChanges
 from headrace.capture.graphs.optimizers import FunctionOptimizers
 from headrace.capture.graphs.surroundings import Surroundings
 from headrace.capture.graphs.work import Call, Capturable, Outcome, Result
 from headrace.capture.guards.guards import Guards
 from headrace.capture.guards.kernel_settings import KernelSettings
+from headrace.capture.reports.key_changes import KeyChanges
 from headrace.capture.reports.report import (
     GraphReport,
     describe_failure,
@@ -58,7 +58,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
             last=settings.watch_last,
             recheck=settings.recheck,
         )
-        self._key_changes = KeyChanges()
+        self._key_changes = KeyChanges(f"plan {settings.plan_name}", device)
         self._pytorch = KernelSettings(device)
         self._uses = Surroundings(work)
         self.optimizers = FunctionOptimizers(work, device)
@@ -88,7 +88,7 @@ class CapturedFunction(Generic[Call, Outcome, Result]):
         if key is None or self.why is not None:
             return self._work.run(call)
         if self._was_new_shape:
-            self._key_changes.add(tree, self._device, self._settings.plan_name)
+            self._key_changes.add({"batch": tree})
         else:
             self._key_changes.seen()
         if not self.trials.watch.wants(key, self.graphs.uses(key)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class GraphedModel:
             return self._run(state, call)
         leaves, agreement = flatten_batch(call), self.trials.agreement
         try:
-            kind = self.trials.kind(state.key(call, leaves))
+            kind = self.trials.kind(state.key(call, leaves), call)
         except CaptureError as problem:
             return self._run_odd(str(problem), call)
         if agreement.has_agreed(kind) and not agreement.values_hold(kind):
@@ -103,6 +104,10 @@ class GraphedModel:
 
     def _run_first(self, state: ModelState, kind: CallKind, call: Any) -> Any:
         """One of the first calls of a kind."""
+        changes = self.trials.key_changes
+        if changes.is_value and changes.why is not None and not self.part.captures:
+            self.give_up(changes.why, divides=True)
+            return self._run(changes.why, call)
         kind.note_use()
         if not self.trials.agreement.wants(kind, kind.uses):
             return self._run(FIRST_CALLS, call)
@@ -169,7 +174,8 @@ class GraphedModel:
         """What became of the model."""
         trials, lanes = self.trials.agreement.rounding, self._lanes.rounding
         self.part.note_rounding(join_reasons(trials, lanes))
-        return self.part.report()
+        report, changes = self.part.report(), self.trials.key_changes
+        return report if report.why or report.captures else replace(report, why=changes.why)
 
     def is_pending(self) -> bool:
         return self._lanes.is_pending()

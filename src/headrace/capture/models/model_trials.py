@@ -16,6 +16,7 @@ from headrace.capture.models.eager import DOUBLE_BACKWARD
 from headrace.capture.models.eager_waits import EagerWaits
 from headrace.capture.models.model_state import ModelState
 from headrace.capture.models.outputs import apart, own_tensors
+from headrace.capture.reports.key_changes import KeyChanges
 from headrace.capture.reports.reasons import BESIDE_CHECK, BESIDE_EAGER, CHECKED, FIRST_CALLS
 from headrace.capture.state.state import StepState
 from headrace.capture.watching.host_constants import HostConstants
@@ -67,18 +68,25 @@ class ModelTrials:
         # Kinds of which a call is to be checked, and for how many calls they may wait.
         self._due: set[CallKind] = set()
         self._patience = 0
-        self.eager_waits = EagerWaits()
+        self.eager_waits, self.key_changes = EagerWaits(), KeyChanges(name, step.device)
         # Whether calls run eagerly until the backward of those that are checked.
         self._is_checking = False
 
-    def kind(self, key: CallKey) -> CallKind:
-        """The kind of the calls that have this key."""
+    def kind(self, key: CallKey, call: Any) -> CallKind:
+        """The kind of the calls that have this key; `call` is one."""
         found = self._kinds.get(key)
         if found is None:
             if len(self._kinds) > _MAX_KINDS:
                 kinds = self._kinds.items()
                 self._kinds = {at: one for at, one in kinds if self.agreement.has_agreed(one)}
             found = self._kinds[key] = CallKind(key)
+            args, kwargs = call
+            named = {f"argument {at}": one for at, one in enumerate(args, 1)}
+            self.key_changes.add(
+                named | {f"argument {name!r}": one for name, one in kwargs.items()}
+            )
+        elif self.key_changes.streak:
+            self.key_changes.seen()
         return found
 
     def known_of(

@@ -1,4 +1,4 @@
-"""Why no shape comes again: the part of the batch that differs each time."""
+"""Why no shape comes again: the part of the batch, or of a call, that differs each time."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ _MAX_NEW = 30
 
 
 class KeyChanges:
-    """Looks at calls with a key that was never seen. `why` says which part of the batch makes it
-    new, once many calls in a row were."""
+    """Looks at calls of `who` with a key that was never seen. `why` says which part makes it new,
+    once many calls in a row were, and `is_value` whether that is a value and no shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, who: str, device: Device) -> None:
+        self._who, self._device = who, device
         self.streak = 0
         self._parts: dict[str, str] = {}
         self.why: str | None = None
+        self.is_value = False
 
-    def add(self, tree: Any, device: Device, plan_name: str) -> None:
-        """A call has a new key."""
+    def add(self, named: Mapping[str, Any]) -> None:
+        """A call has a new key. Its arguments are given by name."""
         self.streak += 1
         if self.why is not None or self.streak < _MAX_NEW - 1:
             return
-        before, self._parts = self._parts, dict(_parts(tree, "batch", device))
+        before, self._parts = self._parts, dict(self._parts_of(named))
         differing = [name for name in self._parts if before.get(name) != self._parts[name]]
         if not before or not differing:
             return
         name = differing[0]
-        is_shape = self._parts[name].startswith("shape")
-        remedy = (
-            "pad to a few shapes (hr.Buckets)"
-            if is_shape
-            else "leave it out of what the loader returns, or return it as a tensor on the device"
-        )
+        self.is_value = not self._parts[name].startswith("shape")
+        remedy = "pad to a few shapes (hr.Buckets)"
+        if self.is_value:
+            from_loader = "leave it out of what the loader returns, or return it"
+            remedy = f"{from_loader if 'batch' in named else 'pass it'} as a tensor on the device"
         self.why = (
-            f"{name} is another in each batch ({before.get(name, 'nothing')}, then "
+            f"{name} is another each time ({before.get(name, 'nothing')}, then "
             f"{self._parts[name]}), and a graph holds for one alone: {remedy}"
         )
-        device.warn_once(
-            f"graphs: {name}",
-            "plan %s: %d batches in a row had no graph, because %s",
-            plan_name,
-            self.streak,
-            self.why,
+        self._device.warn_once(
+            f"graphs: {self._who}, {name}",
+            "%s: %d calls in a row had no graph, because %s",
+            *(self._who, self.streak, self.why),
         )
+
+    def _parts_of(self, named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        for name, value in named.items():
+            yield from _parts(value, name, self._device)
 
     def seen(self) -> None:
         """A call has a key that was seen before."""
