@@ -204,7 +204,8 @@ class TestMeasuring:
         """A step that reads a value back is launched one by one until its parts are captured."""
         if not has_parts:
             monkeypatch.setattr(
-                "headrace.engine.graphs.ladder.Ladder._has_parts", lambda ladder: False
+                "headrace.engine.graphs.ladder.Ladder._train_by_parts",
+                lambda ladder, fetched, eager, uses_graphs: (eager(fetched), False),
             )
         with FakeDevice(costs=FREE) as fake:
             made = made_up(fake).build()
