@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace.cli.options import AsModule, Json, Program, check_output_file, parse_list
-from headrace.cli.output import (
-    OWN_PROCESS,
-    OwnStderr,
-    end_as_script,
-    print_result,
-    results_only,
-)
+from headrace.cli.output import OWN_PROCESS, OwnStderr, end_as_script, print_result, results_only
 from headrace.errors import ProgramError, usage_errors
 from headrace.run import KINDS, RunSettings, run_sped_up
 

@@ -16,9 +16,7 @@ from headrace.translation.run_size import (
     preset_of_weights,
     warmup_warning,
 )
-from headrace.translation.settings import (
-    time_text,
-)
+from headrace.translation.settings import time_text
 
 log = logging.getLogger("headrace")
 # Up to this many tokens, attention over all pairs of tokens is a small part of a step.

@@ -11,20 +11,13 @@ from dataclasses import replace
 from headrace.checkpoint import CheckpointWriter
 from headrace.child_processes import exit_with_children
 from headrace.data import end_workers, loader_error
-from headrace.errors import (
-    CheckpointError,
-    LoaderError,
-    NonFiniteError,
-    OutOfMemoryError,
-)
+from headrace.errors import CheckpointError, LoaderError, NonFiniteError, OutOfMemoryError
 from headrace.lifecycle import MetricsLog, NoMetrics, RunFolder
 from headrace.progress import ProgressLine
 from headrace.text_table import counted
 from headrace.translation.build import RunParts
 from headrace.translation.result import TrainResult
-from headrace.translation.saved_model import (
-    score_on_ranks,
-)
+from headrace.translation.saved_model import score_on_ranks
 from headrace.translation.validation import trained_model
 from headrace.translation.weights import WeightFiles
 

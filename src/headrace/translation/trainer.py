@@ -24,46 +24,24 @@ from headrace.atomic_files import replace_file
 from headrace.checkpoint import agreed_checkpoint
 from headrace.device import Ledger, open_device
 from headrace.engine import compiler_loading
-from headrace.errors import (
-    CheckpointError,
-    CorpusError,
-    PlanError,
-    RunError,
-    TranslationError,
-)
+from headrace.errors import CheckpointError, CorpusError, PlanError, RunError, TranslationError
 from headrace.lifecycle import RunFolder, shared_folder
-from headrace.parallel import (
-    SINGLE,
-    Ranks,
-    rank_device,
-)
+from headrace.parallel import SINGLE, Ranks, rank_device
 from headrace.progress import ProgressLine
 from headrace.report import try_report
 from headrace.schema import refuse_unknown
-from headrace.translation.announcements import (
-    announce,
-)
+from headrace.translation.announcements import announce
 from headrace.translation.build import RunParts, build_run, check_settings, may_compile
 from headrace.translation.built_run import BuiltRun
 from headrace.translation.choices import choose
 from headrace.translation.corpus.prepare import check_data
-from headrace.translation.observers import (
-    EpochGauges,
-    new_progress,
-)
+from headrace.translation.observers import EpochGauges, new_progress
 from headrace.translation.result import TrainResult, stored_result
 from headrace.translation.run_checkpoints import Checkpoints
 from headrace.translation.run_corpus import prepare_run
-from headrace.translation.settings import (
-    CHANGED_BY_RESUME,
-    PLAN_FILE,
-    TrainSettings,
-    is_plan_file,
-)
+from headrace.translation.settings import CHANGED_BY_RESUME, PLAN_FILE, TrainSettings, is_plan_file
 from headrace.translation.start_up import StartUp
-from headrace.translation.training_loop import (
-    TIME_LIMIT,
-)
+from headrace.translation.training_loop import TIME_LIMIT
 
 log = logging.getLogger("headrace")
 

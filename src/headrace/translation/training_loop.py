@@ -9,26 +9,15 @@ from dataclasses import dataclass, replace
 
 from headrace.engine import EpochResult
 from headrace.lifecycle import StopRequests
-from headrace.parallel import (
-    Agreement,
-)
+from headrace.parallel import Agreement
 from headrace.records import EpochLine, StepMetrics
 from headrace.text_table import counted
 from headrace.translation.build import RunParts
-from headrace.translation.ending import (
-    how_to_resume,
-)
+from headrace.translation.ending import how_to_resume
 from headrace.translation.first_batches import FirstBatchNotes
-from headrace.translation.observers import (
-    RunObservers,
-    batches_left,
-    is_done,
-    updates_left,
-)
+from headrace.translation.observers import RunObservers, batches_left, is_done, updates_left
 from headrace.translation.run_checkpoints import Checkpoints, EpochLoss
-from headrace.translation.settings import (
-    time_text,
-)
+from headrace.translation.settings import time_text
 from headrace.translation.start_up import StartUp
 from headrace.translation.validation import Validation, averaged_weights, validate
 from headrace.translation.weights import WeightFiles

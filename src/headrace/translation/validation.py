@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.engine import Engine
-from headrace.parallel import (
-    parallelism_of,
-)
+from headrace.parallel import parallelism_of
 from headrace.translation.build import RunParts
-from headrace.translation.saved_model import (
-    TrainedModel,
-    score_on_ranks,
-    unsharded_copy,
-)
+from headrace.translation.saved_model import TrainedModel, score_on_ranks, unsharded_copy
 from headrace.translation.weights import load_weights
 
 

@@ -10,9 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headrace.fake.cuda import state
 from headrace.fake.cuda.legacy import legacy_types, set_default_tensor_type
-from headrace.fake.cuda.streams import (
-    Stream,
-)
+from headrace.fake.cuda.streams import Stream
 from headrace.fake.cuda.table import copy_of, names_of, refusing
 from headrace.fake.cuda.tensors import is_cpu, is_cuda
 from headrace.fake.patches import Replacement

@@ -34,11 +34,7 @@ from headrace.translation.corpus.prepared import (
     load_prepared,
     read_record,
 )
-from headrace.translation.corpus.toy.generator import (
-    GRAMMAR_VERSION,
-    builtin_corpus,
-    builtin_sides,
-)
+from headrace.translation.corpus.toy.generator import GRAMMAR_VERSION, builtin_corpus, builtin_sides
 from headrace.translation.corpus.vocabulary import MAX_PIECE_LENGTH, Vocabulary
 from headrace.translation.settings import TrainSettings
 
