@@ -42,6 +42,8 @@ def _summary(result: RunResult) -> Summary:
     before, after = result.before_ms, result.after_ms
     if before is None or not after:
         headline = "Too few steps to time them before and after"
+        if result.races is not None:
+            headline = "The fake device has no times"
         return Summary(headline, f"{result.steps:,}", "steps", [], stats)
     stats.insert(0, Stat("A step", ms(after), ms(before)))
     headline = f"A step is {times(before / after)} as fast as the script's own"
@@ -70,7 +72,7 @@ def _eager(result: RunResult) -> Table | None:
         for part in result.parts
         for why, count in part.eager.items()
     ]
-    return table("Calls that ran as they are", ("part", "calls", "why"), rows) if rows else None
+    return table("By part and reason", ("part", "calls", "why"), rows) if rows else None
 
 
 def _checks(result: RunResult) -> Table | None:
@@ -86,7 +88,7 @@ def _checks(result: RunResult) -> Table | None:
         if part.check is not None
     ]
     columns = ("part", "replays compared", "equal", "largest difference", "where")
-    return table("Compared with the script's own calls", columns, rows) if rows else None
+    return table("The first replays", columns, rows) if rows else None
 
 
 def _place(part: RunPart) -> str:
