@@ -18,7 +18,7 @@ import torch
 import headrace as hr
 from headrace.diagnosis import monitoring
 from headrace.diagnosis.monitoring import ActiveTrackers, numbers_of
-from headrace.diagnosis.step_monitor import StepFigures, WaitingLine
+from headrace.diagnosis.step_figures import StepFigures, WaitingLine
 
 FIGURES = StepFigures(7, 5, 1.5, 2.0, 0.25, (WaitingLine("train.py:3", ".item()", 0.5),))
 

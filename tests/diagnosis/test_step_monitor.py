@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace.diagnosis import step_monitor
-from headrace.diagnosis.step_monitor import StepFigures, StepMonitor, WaitingLine, _Sampler, _Watch
+from headrace.diagnosis import data_waits, line_samples, step_monitor
+from headrace.diagnosis.line_samples import LineSample, WaitingPlace
+from headrace.diagnosis.step_figures import StepFigures, WaitingLine
+from headrace.diagnosis.step_monitor import StepMonitor
 
 MS = 1_000_000
 
@@ -32,6 +33,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(step_monitor, "perf_counter_ns", found)
+    monkeypatch.setattr(data_waits, "perf_counter_ns", found)
     return found
 
 
@@ -106,7 +108,7 @@ def test_after_the_block_nothing_is_watched(clock: Clock) -> None:
 
 
 def test_memory_stays_flat_over_many_steps(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_monitor, "_SAMPLE_S", 1e6)
+    monkeypatch.setattr(line_samples, "SAMPLE_S", 1e6)
     monitor = StepMonitor(every_s=0.1)
 
     def train(steps: int) -> None:
@@ -125,51 +127,14 @@ def test_memory_stays_flat_over_many_steps(clock: Clock, monkeypatch: pytest.Mon
     assert after - before < 50_000
 
 
-def figures(step_ms: float, data_ms: float = 0.0, wait_ms: float = 0.0) -> StepFigures:
-    waits = (WaitingLine("train.py:30", ".item()", wait_ms),)
-    return StepFigures(1000, 100, step_ms, step_ms, data_ms, waits)
-
-
-def test_slower_steps_are_warned_of_once_with_what_has_grown() -> None:
-    watch = _Watch()
-    told = [
-        *watch.warnings(figures(10.0)),
-        *watch.warnings(figures(15.0, wait_ms=4.0)),
-        *watch.warnings(figures(10.0)),  # it was a moment
-        *watch.warnings(figures(15.0, wait_ms=4.0)),
-        *watch.warnings(figures(15.0, wait_ms=4.0)),
-        *watch.warnings(figures(15.0, wait_ms=4.0)),
-    ]
-    assert told == [
-        "step 1,000: a step takes 15.0 ms, 1.50 times as long as at first; 4.0 ms more are spent "
-        "at train.py:30"
-    ]
-
-
-def test_a_loader_that_is_the_limit_is_warned_of_once() -> None:
-    watch = _Watch()
-    told = [text for _ in range(4) for text in watch.warnings(figures(10.0, data_ms=3.0))]
-    assert len(told) == 1
-    assert "the data loader is the limit: 3.00 ms of a step of 10.00 ms" in told[0]
-
-
-def test_lines_that_wait_are_counted_and_others_are_not() -> None:
-    sampler, loss = _Sampler(), torch.ones(())
-
-    class Looking:
-        def item(self) -> None:
-            sampler.look(sys._getframe(1))
-
-        def launch(self) -> None:
-            sampler.look(sys._getframe(1))
-
-    loss = Looking()  # type: ignore[assignment]
-    for _ in range(3):
-        loss.item()
-    loss.launch()  # type: ignore[attr-defined]
-    shares = sampler.take()
-    ((place, title), share), *others = shares.items()
-    assert place.startswith("test_step_monitor.py:") or "test_step_monitor.py:" in place
-    assert (title, share) == (".item()", 0.75)
-    assert others == []
-    assert sampler.take() == {}
+def test_waits_outside_usual_steps_do_not_count(clock: Clock) -> None:
+    """Such as those of an evaluation, and of what follows the last step."""
+    found: list[StepFigures] = []
+    item, logger = WaitingPlace("train.py:3", ".item()"), WaitingPlace("train.py:9", "a logger")
+    monitor, steps = StepMonitor(found.append), training(clock)
+    with monitor:
+        run(steps, clock, *[10.0] * 50, 9000.0, 10.0)
+        begin_ns = clock.now_ns
+        for ms, place in ((-9025, None), (-5, item), (-3000, logger), (3000, logger)):
+            monitor._sampler._samples.append(LineSample(begin_ns + ms * MS, place))
+    assert found[0].waits == (WaitingLine("train.py:3", ".item()", 5.0),)

@@ -245,7 +245,6 @@ FIELDS_OF_OTHERS = {
 
 #: Classes of which methods set more than eight fields again, and how many.
 SET_AGAIN = {
-    "diagnosis/step_monitor.py: StepMonitor": 9,
     "diagnosis/steps.py: StepFinder": 10,
     "engine/loop/tally.py: Tally": 9,
 }
@@ -254,7 +253,7 @@ SET_AGAIN = {
 LONG = {
     *("cli/bench.py", "cli/diagnose.py", "device/base.py", "device/cuda.py", "device/ledger.py"),
     *("diagnosis/breakdown.py", "diagnosis/explanation.py", "diagnosis/forms.py"),
-    *("diagnosis/recorded.py", "diagnosis/session.py", "diagnosis/step_monitor.py"),
+    *("diagnosis/recorded.py", "diagnosis/session.py"),
     *("diagnosis/steps.py", "diagnosis/trace.py", "diagnosis/trace_file.py"),
     *("diagnosis/waits.py", "diagnosis/what_if.py", "fake/autograd.py", "fake/cuda/streams.py"),
     *("fake/device.py", "fake/dispatch_mode.py", "fake/host_threads.py", "fake/tape.py"),

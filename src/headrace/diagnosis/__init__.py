@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.diagnosis.script import exit_code_of as exit_code_of
     from headrace.diagnosis.script import parse_limits as parse_limits
     from headrace.diagnosis.session import Settings as Settings
-    from headrace.diagnosis.step_monitor import StepFigures as StepFigures
+    from headrace.diagnosis.step_figures import StepFigures as StepFigures
     from headrace.diagnosis.step_monitor import StepMonitor as StepMonitor
     from headrace.diagnosis.steps import StepLine as StepLine
     from headrace.diagnosis.text import text_of as text_of

@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from headrace.diagnosis.monitoring import numbers_of
-from headrace.diagnosis.step_monitor import StepFigures, StepMonitor
+from headrace.diagnosis.step_figures import StepFigures
+from headrace.diagnosis.step_monitor import StepMonitor
 
 
 class LightningMonitor(Callback):  # type: ignore[misc]

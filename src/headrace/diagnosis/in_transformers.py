@@ -8,7 +8,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from headrace.diagnosis.monitoring import monitor_steps
-from headrace.diagnosis.step_monitor import StepFigures, StepMonitor
+from headrace.diagnosis.step_figures import StepFigures
+from headrace.diagnosis.step_monitor import StepMonitor
 
 
 class TrainerMonitor(TrainerCallback):  # type: ignore[misc]

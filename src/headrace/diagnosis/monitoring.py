@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.diagnosis.step_monitor import StepFigures, StepMonitor, Use
+from headrace.diagnosis.step_figures import StepFigures
+from headrace.diagnosis.step_monitor import StepMonitor, Use
 from headrace.lifecycle import MetricsLog
 
 log = logging.getLogger("headrace")
