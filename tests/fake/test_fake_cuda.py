@@ -604,6 +604,10 @@ def test_autocast_and_scaler(fake_cuda: FakeCuda) -> None:
             assert model(x).dtype == torch.float32
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
+        torch.set_autocast_enabled("cuda", False)
+        assert model(x).dtype == torch.float32
+        torch.set_autocast_enabled("cuda", True)
+        assert model(x).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cuda")
     assert model(x).dtype == torch.float32
 

@@ -17,25 +17,50 @@ from headrace.fake.patches import Replacement
 def autocast_names() -> Iterator[Replacement]:
     autocast = torch.amp.autocast_mode.autocast
     enter, leave = copy_of(autocast.__enter__), copy_of(autocast.__exit__)
+    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+    blocks = 0  # how many are being entered or left
+
+    @contextmanager
+    def changing() -> Iterator[None]:
+        nonlocal blocks
+        blocks += 1
+        try:
+            yield
+        finally:
+            blocks -= 1
+
+    def enable(*given: Any) -> None:
+        set_enabled(*given)
+        if given[0] == "cuda" and not blocks:
+            set_enabled("cpu", given[1])
+
+    def use_dtype(kind: str, dtype: torch.dtype) -> None:
+        set_dtype(kind, dtype)
+        if kind == "cuda" and not blocks and torch.is_autocast_enabled("cuda"):
+            set_dtype("cpu", dtype)
 
     def begin(self: Any) -> Any:
-        result = enter(self)
-        twins = self.__dict__.setdefault("_cpu_twins", [])
-        twins.append(None)
-        if self.device == "cuda":
-            twins[-1] = autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
-            enter(twins[-1])
+        with changing():
+            result = enter(self)
+            twins = self.__dict__.setdefault("_cpu_twins", [])
+            twins.append(None)
+            if self.device == "cuda":
+                twins[-1] = autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
+                enter(twins[-1])
         return result
 
     def end(self: Any, *exception: Any) -> Any:
-        twin = self.__dict__["_cpu_twins"].pop()
-        if twin is not None:
-            leave(twin, *exception)
-        return leave(self, *exception)
+        with changing():
+            twin = self.__dict__["_cpu_twins"].pop()
+            if twin is not None:
+                leave(twin, *exception)
+            return leave(self, *exception)
 
     why = "autocast('cuda') has to cast what PyTorch computes on the CPU"
     yield Replacement(autocast, "__enter__", begin, why)
     yield Replacement(autocast, "__exit__", end, why)
+    yield Replacement(torch, "set_autocast_enabled", enable, why)
+    yield Replacement(torch, "set_autocast_dtype", use_dtype, why)
 
 
 def tool_names() -> Iterator[Replacement]:
