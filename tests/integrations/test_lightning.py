@@ -362,5 +362,5 @@ def test_without_a_gpu_it_does_nothing_and_says_so(
         fast_dev_run=True, accelerator="cpu", callbacks=[graphs], enable_progress_bar=False
     )
     trainer.fit(module, DataLoader(samples(4), 4))
-    assert graphs.report().off == "cpu captures no graphs"
-    assert "SpeedUp does nothing: cpu captures no graphs" in caplog.text
+    assert graphs.report().off == "graphs need a GPU, and this trains on cpu"
+    assert "SpeedUp does nothing: graphs need a GPU, and this trains on cpu" in caplog.text

@@ -52,15 +52,19 @@ def fake_cuda(**options: Any) -> Iterator[FakeCuda]:
 
 @contextmanager
 def _default_device_restored() -> Iterator[None]:
-    def current() -> Any:
-        return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    threads = torch._GLOBAL_DEVICE_CONTEXT
 
-    before = current()
+    def current() -> Any:
+        return getattr(threads, "device_context", None)
+
+    was_set, before = hasattr(threads, "device_context"), current()
     try:
         yield
     finally:
         if current() is not before:
             torch.set_default_device(None if before is None else before.device)
+        if not was_set:  # PyTorch 2.9 asks a context that is None for its device
+            vars(threads).pop("device_context", None)
 
 
 @contextmanager
