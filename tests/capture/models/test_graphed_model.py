@@ -925,24 +925,6 @@ def test_memory_that_would_not_fit_is_not_captured() -> None:
     assert "a graph would need about" in str(part.why)
 
 
-def test_a_compiled_forward_is_what_is_captured(
-    capturing: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = []
-
-    def compile_(function: Any) -> Any:
-        compiled.append(function)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    model = small().to(capturing.torch_device)
-    with hr.speed_up(model, compile=True, device=capturing) as handle:
-        for at in range(4):
-            model(batch(capturing, at)).square().mean().backward()
-        assert handle.report().parts[0].replays == 2
-    assert len(compiled) == 1
-
-
 def test_what_changes_again_and_again_is_said(capturing: Device) -> None:
     def make(device: Device) -> Made:
         model = small()

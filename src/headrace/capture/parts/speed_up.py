@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.capture.models.compiled_forward import CompiledForward
 from headrace.capture.models.graphed_model import GraphedModel
 from headrace.capture.models.model_trials import GraphOptions
 from headrace.capture.parts.accelerated import copies_by_itself, optimizer_inside
@@ -98,9 +99,10 @@ def speed_up(
     if loader is not None and not copies_by_itself(loader):
         loader = prefetch(loader, opened)
     names = names_of((*models, *optimizers))
-    graphed, options = [], GraphOptions(after, shapes, recheck, check)
+    # A compiled forward is compiled in the first call, before it is watched.
+    graphed, options = [], GraphOptions(after + compile, shapes, recheck, check)
     for model in models:
-        forward = torch.compile(model.forward) if compile else model.forward
+        forward = CompiledForward(model.forward) if compile else model.forward
         graphed.append((model, GraphedModel(model, forward, opened, names[id(model)], options)))
     updates = []
     for one in optimizers:
