@@ -46,8 +46,8 @@ def train():
 """
 WORKER = """
 import stuck
-from headrace.translation.corpus import batches
-batches.ignore_foreign_sigterm = stuck.stuck  # what a worker calls first
+from headrace.translation.corpus import loader
+loader.ignore_foreign_sigterm = stuck.stuck  # what a worker calls first
 """
 # `sentencepiece` and `torch`, as the child finds them.
 SPM = """
