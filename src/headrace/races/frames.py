@@ -14,12 +14,14 @@ from headrace.source_lines import HEADRACE, TORCH, Site, is_generated
 
 _TORCH = str(TORCH) + os.sep
 # Frames that a report never names: those of PyTorch, `device/`, `fake/`, this package and the
-# standard library. It names the line that called them.
+# standard library, and what `speed_up` leaves around PyTorch's backward. It names the line that
+# called them.
 _INTERNAL = (
     _TORCH,
     str(HEADRACE / "fake") + os.sep,
     str(HEADRACE / "races") + os.sep,
     str(HEADRACE / "device") + os.sep,
+    str(HEADRACE / "capture" / "models" / "backward_watch.py"),
     "<frozen ",
 )
 #: Files of PyTorch's that only pass calls on.
