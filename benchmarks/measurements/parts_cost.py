@@ -16,39 +16,16 @@ import cProfile
 import json
 import pstats
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+sys.path.insert(1, str(Path(__file__).parents[2] / "tests"))
 import headrace as hr
-from headrace.device import Graph
-from headrace.device.cpu import CpuDevice
-
-
-class NoGraph(Graph):
-    """Launches nothing."""
-
-    def replay(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class NoWork(CpuDevice):
-    """The CPU, where a capture runs the work once and a replay does nothing."""
-
-    captures = True
-
-    def graph_pool(self) -> object:
-        return object()
-
-    def capture(self, work: Callable[[], Any], pool: object) -> tuple[Graph, Any]:
-        return NoGraph(), work()
+from support.graphs.no_graphs import NoGraphs
 
 
 class Parts:
@@ -94,7 +71,7 @@ def main() -> None:
     sped_up, plain = Parts(options.layers), Parts(1)
     turns: list[tuple[dict[str, float], dict[str, float]]] = []
     parts = sped_up.model, sped_up.optimizer
-    with hr.speed_up(*parts, plan="graph", device=NoWork(), recheck=0) as handle:
+    with hr.speed_up(*parts, plan="graph", device=NoGraphs(), recheck=0) as handle:
         for _ in range(20):
             sped_up.step()
             plain.step()

@@ -11,29 +11,8 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.device import Graph
-from headrace.device.cpu import CpuDevice
+from support.graphs.no_graphs import NoGraphs
 from support.graphs.sped_up import small
-
-
-class NoGraph(Graph):
-    def replay(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class NoGraphs(CpuDevice):
-    """The CPU, where a capture runs the work once."""
-
-    captures = True
-
-    def graph_pool(self) -> object:
-        return object()
-
-    def capture(self, work: Callable[[], Any], pool: object) -> tuple[Graph, Any]:
-        return NoGraph(), work()
 
 
 def test_compiled_code_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
