@@ -21,8 +21,8 @@ TESTED_IN = {
     "capture/graphs/test_cache.py": ("capture/graphs/captured_work.py",),
     "capture/guards/test_guards.py": ("capture/guards/read_values.py",),
     "capture/models/test_graphed_model.py": (
-        *("capture/models/captured_model.py", "capture/models/eager_waits.py"),
-        "capture/models/lanes.py",
+        *("capture/models/backward_watch.py", "capture/models/captured_model.py"),
+        *("capture/models/eager_waits.py", "capture/models/lanes.py"),
         *("capture/models/model_capture.py", "capture/models/model_clones.py"),
         *("capture/models/model_state.py", "capture/models/model_trials.py"),
         *("capture/models/waiting_call.py", "capture/reports/report.py"),
