@@ -1,4 +1,4 @@
-"""device/cuda_graphs.py, on a GPU and on its imitation."""
+"""device/cuda_graphs.py, on a GPU and on its emulation."""
 
 from __future__ import annotations
 
